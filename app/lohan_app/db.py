@@ -1,0 +1,106 @@
+"""Database access: SQLite by default, PostgreSQL by URL; sessions, write transactions, migrations.
+
+Every write goes through `write_transaction`: on SQLite it takes the write lock at once (BEGIN IMMEDIATE), because a transaction
+that starts by reading and then writes fails at once with SQLITE_BUSY_SNAPSHOT whatever the busy timeout (measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.orm import Session
+
+from lohan.errors import StorageError
+from lohan_app.settings import Settings
+
+BUSY_TIMEOUT_SECONDS = 30
+# 3.7.0 to 3.51.2 can corrupt a WAL database used by several connections; the fix was backported to these two.
+SQLITE_FIXED_VERSION = (3, 51, 3)
+SQLITE_BACKPORTS = ((3, 44, 6), (3, 50, 7))
+
+
+def sqlite_is_safe(version: tuple[int, ...]) -> bool:
+    """Whether this SQLite has the fix of the WAL-reset race (https://sqlite.org/wal.html#walresetbug); 3.52.0 was withdrawn."""
+    if version[:2] == (3, 52):
+        return False
+    return version >= SQLITE_FIXED_VERSION or any(version[:2] == fixed[:2] and version >= fixed for fixed in SQLITE_BACKPORTS)
+
+
+def create_db_engine(settings: Settings) -> Engine:
+    """The SQLAlchemy engine for the configured database.
+
+    Raises:
+        StorageError: the SQLite library at hand can corrupt the database.
+    """
+    url = settings.sqlalchemy_url
+    if not url.startswith("sqlite"):
+        return create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20)
+    from pysqlite3 import dbapi2  # the wheel's SQLite: the system's may have the WAL-reset race
+
+    if not sqlite_is_safe(dbapi2.sqlite_version_info):
+        raise StorageError(
+            f"SQLite {dbapi2.sqlite_version} can corrupt databases that several processes use",
+            place="pysqlite3",
+            remedy="Install pysqlite3 0.6.1 or newer, or set LOHAN_DATABASE_URL to a PostgreSQL server.",
+        )
+    (settings.data_dir / "db").mkdir(mode=0o700, parents=True, exist_ok=True)
+    engine = create_engine(url, module=dbapi2, connect_args={"timeout": BUSY_TIMEOUT_SECONDS})
+    _set_up_sqlite(engine)
+    return engine
+
+
+def _set_up_sqlite(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def on_connect(connection: Any, _record: Any) -> None:
+        # The driver's own transaction control is switched off so that BEGIN IMMEDIATE below is the only BEGIN.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA journal_mode=WAL")
+        cursor.execute("PRAGMA synchronous=FULL")
+        cursor.execute("PRAGMA foreign_keys=ON")
+        cursor.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_SECONDS * 1000}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def on_begin(connection: Any) -> None:
+        mode = connection.get_execution_options().get("transaction", "DEFERRED")
+        connection.exec_driver_sql(f"BEGIN {mode}")
+
+
+@contextmanager
+def write_transaction(engine: Engine) -> Iterator[Session]:
+    """A session whose changes are committed at the end, or rolled back on an error. Keep it short: SQLite has one writer."""
+    with Session(engine.execution_options(transaction="IMMEDIATE"), expire_on_commit=False) as session, session.begin():
+        yield session
+
+
+@contextmanager
+def read_transaction(engine: Engine) -> Iterator[Session]:
+    """A session for reading; whatever it holds stays usable after it closes."""
+    with Session(engine, expire_on_commit=False) as session:
+        yield session
+
+
+def alembic_config(settings: Settings) -> Config:
+    """Alembic's configuration for the packaged migrations and the configured database."""
+    config = Config()
+    config.set_main_option("script_location", str(resources.files("lohan_app") / "migrations"))
+    config.attributes["settings"] = settings
+    return config
+
+
+def migrate(settings: Settings) -> None:
+    """Bring the database to the newest schema."""
+    command.upgrade(alembic_config(settings), "head")
+
+
+def check_connection(engine: Engine) -> None:
+    """Run the smallest query; raises SQLAlchemy's OperationalError when the database does not answer."""
+    with engine.connect() as connection:
+        connection.execute(text("SELECT 1"))

@@ -1,0 +1,32 @@
+"""The database's tables, one class each. "Model" is kept for language models: a table row is an entity."""
+
+from lohan_app.entities.accounts import ApiKey, AuditEntry, BrowserSession, IdempotencyKey, Role, SetupClaim, User
+from lohan_app.entities.base import Entity, new_id
+from lohan_app.entities.base_models import BaseModel, BaseModelSource, BaseModelState
+from lohan_app.entities.datasets import Dataset, DatasetFormat, DatasetRowError, DatasetState
+from lohan_app.entities.runs import TERMINAL_STATES, Run, RunEvent, RunMetric, RunState, Wanted
+
+__all__ = [
+    "TERMINAL_STATES",
+    "ApiKey",
+    "AuditEntry",
+    "BaseModel",
+    "BaseModelSource",
+    "BaseModelState",
+    "BrowserSession",
+    "Dataset",
+    "DatasetFormat",
+    "DatasetRowError",
+    "DatasetState",
+    "Entity",
+    "IdempotencyKey",
+    "Role",
+    "Run",
+    "RunEvent",
+    "RunMetric",
+    "RunState",
+    "SetupClaim",
+    "User",
+    "Wanted",
+    "new_id",
+]

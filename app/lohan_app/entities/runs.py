@@ -1,0 +1,123 @@
+"""Runs: what was asked for, where they stand, what they reported."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import BigInteger, ForeignKey, Index, String, Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from lohan_app.entities.base import Entity, Id, new_id, now, text_enum
+
+
+class Wanted(StrEnum):
+    """What the user wants of the run; written by users' requests alone."""
+
+    RUN = "run"
+    PAUSE = "pause"
+    CANCEL = "cancel"
+
+
+class RunState(StrEnum):
+    """Where the run stands; written by the holder of the run's epoch, or by the reconciler."""
+
+    DRAFT = "draft"
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    CANCELLING = "cancelling"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL_STATES = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED})
+
+
+class Run(Entity):
+    """A fine-tuning job; its folder is `<data>/runs/<id>/`."""
+
+    __tablename__ = "runs"
+    __table_args__ = (Index("ix_runs_state_created_at", "state", "created_at"),)
+
+    id: Mapped[str] = mapped_column(Id, primary_key=True, default=lambda: new_id("run"))
+    owner_id: Mapped[str] = mapped_column(ForeignKey("users.id"), index=True)
+    parent_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
+    name: Mapped[str] = mapped_column(String(255))
+    base_model_id: Mapped[str] = mapped_column(ForeignKey("base_models.id"))
+    dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
+    skip_bad_rows: Mapped[bool] = mapped_column(default=False)
+    settings: Mapped[dict[str, Any]]
+    """`{"training": {…}, "engine": {…}}` as in `lohan.config.RunConfig`."""
+    plan: Mapped[dict[str, Any] | None]
+    """The `Plan` it was queued with."""
+    wanted: Mapped[Wanted] = mapped_column(text_enum(Wanted), default=Wanted.RUN)
+    state: Mapped[RunState] = mapped_column(text_enum(RunState), default=RunState.QUEUED)
+    state_reason: Mapped[str] = mapped_column(Text, default="")
+    """Why it waits, paused or failed, in words a user can act on."""
+    problem: Mapped[dict[str, Any] | None]
+    """`LohanError.to_dict()` of a failed run."""
+    prepared_at: Mapped[datetime | None]
+    """When its rows had been tokenised; only then can it start."""
+    epoch: Mapped[int] = mapped_column(default=0)
+    """Raised by every supervisor that takes the run over; a write with a lower epoch is refused."""
+    attempt: Mapped[int] = mapped_column(default=0)
+    """How many trainers have been started for it."""
+    devices: Mapped[list[str]]
+    """Reserved devices: GPU UUIDs or `cpu:N`; empty while nothing is reserved."""
+    reserved_ram_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    reserved_ssd_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    events_offset_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    """How far events.jsonl has been read into the database."""
+    malformed_events: Mapped[int] = mapped_column(default=0)
+    phase: Mapped[str] = mapped_column(String(32), default="")
+    phase_progress: Mapped[float | None]
+    step: Mapped[int] = mapped_column(default=0)
+    total_steps: Mapped[int] = mapped_column(default=0)
+    loss: Mapped[float | None]
+    first_loss: Mapped[float | None]
+    """Mean loss over the evaluation rows before the first step."""
+    last_loss: Mapped[float | None]
+    """The same after the last step."""
+    eta_seconds: Mapped[float | None]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+    heartbeat_at: Mapped[datetime | None]
+    """When the trainer last wrote an event; shown, and used to notice a hang, never to decide who owns the run."""
+
+
+class RunEvent(Entity):
+    """A trainer's event other than `step`, keyed so that reading a stretch again changes nothing."""
+
+    __tablename__ = "run_events"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    seq: Mapped[int] = mapped_column(primary_key=True)
+    time: Mapped[float]
+    type: Mapped[str] = mapped_column(String(32))
+    fields: Mapped[dict[str, Any]]
+
+
+class RunMetric(Entity):
+    """One row per step; the latest attempt wins."""
+
+    __tablename__ = "run_metrics"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    attempt: Mapped[int]
+    seq: Mapped[int]
+    time: Mapped[float]
+    loss: Mapped[float | None]
+    """Null where the loss was not a finite number."""
+    learning_rate: Mapped[float]
+    gradient_norm: Mapped[float | None]
+    tokens: Mapped[int]
+    tokens_per_second: Mapped[float | None]
+    step_seconds: Mapped[float]

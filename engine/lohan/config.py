@@ -1,0 +1,154 @@
+"""The run's configuration: one frozen, typed tree, read from one TOML file (`lohan train RUN.toml`).
+
+The service writes the same file (`runs/<id>/run.toml`) for every run it starts, so a run can always be repeated by hand.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from lohan.errors import ConfigError
+
+
+class Precision(StrEnum):
+    """How numbers are held while training; master weights and moments are fp32 in both."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+class Schedule(StrEnum):
+    """How the learning rate moves over the steps, after the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelSection(_Section):
+    path: Path
+    """A Hugging Face model folder (config.json, tokenizer.json, *.safetensors), or a GGUF file."""
+
+
+class DataSection(_Section):
+    path: Path
+    """A JSONL file (OpenAI messages, Alpaca, or prompt/completion), or a token file that `lohan.data.pack` wrote (*.safetensors)."""
+    skip_bad_rows: bool = False
+    """Whether rows that cannot be used are left out; by default they stop the run, with their line numbers."""
+
+
+class TrainingSection(_Section):
+    batch_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Rows per step."""
+    sequence_length: Annotated[int, Field(ge=8, le=131072)] = 512
+    """Tokens per row at most; longer rows are cut, and the cut is counted."""
+    epochs: Annotated[FiniteFloat, Field(gt=0, le=1000)] = 1.0
+    """Passes over the data; `max_steps` wins where both are given."""
+    max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """Optimizer updates."""
+    learning_rate: Annotated[FiniteFloat, Field(gt=0, le=1)] = 2e-5
+    schedule: Schedule = Schedule.COSINE
+    warmup_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    beta1: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.999
+    epsilon: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1e-8
+    weight_decay: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
+    """Decoupled weight decay (AdamW); not applied to one-dimensional parameters (norms and biases)."""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    precision: Precision = Precision.BF16
+    evaluation_rows: Annotated[int, Field(ge=0, le=4096)] = 64
+    """Training rows whose mean loss is measured before the first and after the last step; 0 measures none."""
+
+
+class EngineSection(_Section):
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cpu:\d+|cuda|cuda:\d+|GPU-[0-9a-f-]+)$")] = "auto"
+    """`auto` takes the first GPU, or the CPU where there is none; GPU UUIDs are accepted."""
+    micro_batch_size: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Rows of the batch that run through a block at once; None lets the plan choose."""
+    state_directories: tuple[Path, ...] = ()
+    """Where master weights and moments live, one folder per drive; none means `states/` in the run's folder."""
+    gpu_memory_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Cap on the GPU's memory; None means what is free."""
+    host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Cap on the host memory the run may hold; None means what is free."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """CPU threads for the optimizer and for `device = "cpu"`; 0 means all this process may use."""
+
+
+class OutputSection(_Section):
+    directory: Path
+    """The run's folder: events.jsonl, trainer.log, export/ are written here."""
+
+
+class RunConfig(_Section):
+    """A whole run."""
+
+    version: Annotated[int, Field(ge=1, le=1)] = 1
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection = TrainingSection()
+    engine: EngineSection = EngineSection()
+    output: OutputSection
+
+    @model_validator(mode="after")
+    def _micro_batch_within_batch(self) -> RunConfig:
+        micro, batch = self.engine.micro_batch_size, self.training.batch_size
+        if micro is not None and micro > batch:
+            raise ValueError(f"engine.micro_batch_size is {micro}, above training.batch_size {batch}")
+        return self
+
+
+def parse_run_config(values: dict[str, object], *, place: str) -> RunConfig:
+    """Check `values` against the tree.
+
+    Raises:
+        ConfigError: every fault at once, each with its field path, its value and what is allowed.
+    """
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        faults = "; ".join(_describe(fault) for fault in error.errors())
+        raise ConfigError(faults, place=place, remedy="Correct the fields named above.") from error
+
+
+def _describe(fault: object) -> str:
+    assert isinstance(fault, dict)
+    path = ".".join(str(part) for part in fault["loc"]) or "file"
+    shown = "" if fault["type"] in ("missing", "extra_forbidden") or isinstance(fault["input"], dict) else f" (found {fault['input']!r})"
+    return f"{path}: {fault['msg']}{shown}"
+
+
+def load_run_config(path: Path) -> RunConfig:
+    """Read a run's TOML file; relative paths in it are taken from the file's own folder.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or has a field or value that is not allowed.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError("no such file", place=str(path), remedy="Name an existing run file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not valid TOML: {error}", place=str(path), remedy="Correct the line named above.") from error
+    config = parse_run_config(values, place=str(path))
+    base = path.resolve().parent
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": base / config.model.path}),
+            "data": config.data.model_copy(update={"path": base / config.data.path}),
+            "output": config.output.model_copy(update={"directory": base / config.output.directory}),
+            "engine": config.engine.model_copy(
+                update={"state_directories": tuple(base / directory for directory in config.engine.state_directories)}
+            ),
+        }
+    )

@@ -1,0 +1,66 @@
+"""The engine's typed errors: what was wrong, where, and what to do about it.
+
+Every error a user can cause or mend derives from `LohanError` and carries three texts that the command line, the REST API and the
+pages print alike: `message` (what was wrong, with the value), `place` (file and line, field path, path on disk) and `remedy`.
+"""
+
+from __future__ import annotations
+
+
+class LohanError(Exception):
+    """Base of all errors that are shown to a user as they are."""
+
+    def __init__(self, message: str, *, place: str | None = None, remedy: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.place = place
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        where = f"{self.place}: " if self.place else ""
+        what_to_do = f" {self.remedy}" if self.remedy else ""
+        return f"{where}{self.message}{what_to_do}"
+
+    def to_dict(self) -> dict[str, str | None]:
+        """The error as JSON-ready data, as it stands in an `exit` event and behind problem+json."""
+        return {"kind": type(self).__name__, "message": self.message, "place": self.place, "remedy": self.remedy}
+
+
+class ConfigError(LohanError, ValueError):
+    """A setting has a value it may not have; `place` is the field's path, e.g. `training.batch_size`."""
+
+
+class DataError(LohanError, ValueError):
+    """A dataset, or a row of it, cannot be used; `place` is `file:line` where a row is at fault."""
+
+
+class ModelError(LohanError, ValueError):
+    """A model folder or file cannot be used: unknown type, missing file, a tensor that does not fit its config."""
+
+
+class CapacityError(LohanError):
+    """The machine has too little of something; the message states need, have and the nearest thing that fits."""
+
+    def __init__(self, message: str, *, need_bytes: int, have_bytes: int, place: str | None = None, remedy: str | None = None) -> None:
+        super().__init__(message, place=place, remedy=remedy)
+        self.need_bytes = need_bytes
+        self.have_bytes = have_bytes
+
+
+class StorageError(LohanError, OSError):
+    """A file operation failed; carries the operating system's error number and the file offset in bytes, where there is one."""
+
+    def __init__(
+        self, message: str, *, place: str | None = None, remedy: str | None = None, errno: int | None = None, offset: int | None = None
+    ) -> None:
+        super().__init__(message, place=place, remedy=remedy)
+        self.errno = errno
+        self.offset = offset
+
+
+class EngineError(LohanError, RuntimeError):
+    """The engine was used in a way it cannot honour, or one of its background stages failed; no state was changed after it."""
+
+
+class StopRequested(LohanError):  # noqa: N818 - a request, not a fault
+    """The run was asked to stop (cancel, or SIGTERM) and did so at a step boundary."""

@@ -1,0 +1,127 @@
+"""`events.jsonl`: what a trainer says about itself, one JSON object a line, append-only.
+
+The trainer is the only writer; the supervisor reads from a stored byte offset and copies into the database. Every event carries
+`attempt` (which start of the run this is), `seq` (1, 2, … within the attempt), `time` (Unix seconds) and `type`, so that
+reading a stretch twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class EventType(StrEnum):
+    """The types of event, and the fields each carries besides the common four."""
+
+    STARTED = "started"
+    """`device`, `precision`, `parameters`, `total_steps`, `batch_size`, `micro_batch_size`, `sequence_length`."""
+    PHASE = "phase"
+    """`phase` (a `Phase`), `progress` (0 to 1, or null while unknown), `detail` (a sentence)."""
+    STEP = "step"
+    """`step` (1-based), `total_steps`, `epoch`, `loss`, `learning_rate`, `gradient_norm`, `tokens`, `tokens_per_second`,
+    `step_seconds`, `eta_seconds` (null while unknown), `device_peak_bytes`, `host_bytes`."""
+    EVALUATION = "evaluation"
+    """`when` (`before` or `after`), `rows`, `loss`: mean loss over the same training rows."""
+    WARNING = "warning"
+    """`message`, `remedy`."""
+    EXIT = "exit"
+    """The trainer's last event: `reason` (an `ExitReason`), `error` (`LohanError.to_dict()`, or null)."""
+
+
+class Phase(StrEnum):
+    """What a trainer is doing, in the order in which it happens."""
+
+    PREPARING_DATA = "preparing_data"
+    LOADING_MODEL = "loading_model"
+    EVALUATING = "evaluating"
+    TRAINING = "training"
+    EXPORTING = "exporting"
+
+
+class ExitReason(StrEnum):
+    """Why a trainer ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    INTERRUPTED = "interrupted"
+    """SIGTERM without a request to cancel: the host or unit stops; the run is started again when it is back."""
+
+
+def _json_ready(value: Any) -> Any:
+    """NaN and infinities are not JSON: they become null, here and at every depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_ready(item) for item in value]
+    return value
+
+
+class EventWriter:
+    """Appends events of one attempt; each line is one `write` on an O_APPEND descriptor. Not thread-safe: one owner."""
+
+    def __init__(self, path: Path, *, attempt: int) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._attempt = attempt
+        self._seq = 0
+
+    def write(self, type: EventType, **fields: Any) -> None:
+        self._seq += 1
+        event = {"attempt": self._attempt, "seq": self._seq, "time": time.time(), "type": str(type), **_json_ready(fields)}
+        self._file.write(json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event as read back; `fields` holds what its type carries."""
+
+    attempt: int
+    seq: int
+    time: float
+    type: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class EventReader:
+    """Reads complete lines from `offset_bytes` on; a malformed line is skipped and counted, an unfinished last line waits."""
+
+    path: Path
+    offset_bytes: int = 0
+    malformed: int = 0
+
+    def read(self) -> Iterator[Event]:
+        """Yield the events that have come since the last call and move `offset_bytes` behind each."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset_bytes)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.offset_bytes += len(line)
+                event = _parse(line)
+                if event is None:
+                    self.malformed += 1
+                else:
+                    yield event
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        raw = json.loads(line)
+        return Event(int(raw.pop("attempt")), int(raw.pop("seq")), float(raw.pop("time")), str(raw.pop("type")), raw)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

@@ -1,0 +1,76 @@
+"""The `Plan`: how a run's bytes are divided over GPU memory, RAM and SSD. One frozen, versioned value for page, CLI and run alike."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PLAN_VERSION = 1
+
+
+class Tier(StrEnum):
+    GPU = "gpu"
+    RAM = "ram"
+    SSD = "ssd"
+
+
+class PlanItem(BaseModel):
+    """One holder of bytes in a tier."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Short name in the design's vocabulary, e.g. `parameter slots`."""
+    bytes: Annotated[int, Field(ge=0)]
+    formula: str
+    """How the figure comes about, e.g. `3 slots x 28.3 M parameters x 2 B`."""
+
+
+class TierPlan(BaseModel):
+    """A tier's capacity and who uses it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tier: Tier
+    capacity_bytes: Annotated[int, Field(ge=0)]
+    """What the run may use: free memory or space, less the reserve, or the cap that was set."""
+    items: tuple[PlanItem, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+
+class Plan(BaseModel):
+    """The planned memory split of one run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Annotated[int, Field(ge=1, le=PLAN_VERSION)] = PLAN_VERSION
+    model: str
+    parameters: int
+    workload_digest: str
+    settings_digest: str
+    hardware_digest: str
+    device: str
+    precision: str
+    batch_size: int
+    micro_batch_size: int
+    sequence_length: int
+    slots: int
+    """Parameter slots on the device."""
+    policy: str = "recompute-all"
+    """What happens to a block's inner activations."""
+    schedule: str = "on-arrival"
+    """When an update runs: as soon as its unit's gradients are complete."""
+    durability: str = "none"
+    """What a run can be resumed from; `none`: it starts again from the base model."""
+    tiers: tuple[TierPlan, ...]
+    ssd_bytes_per_step: int
+    """Bytes read from and written to the state directories by one step, together."""
+    notes: tuple[str, ...] = ()
+
+    def tier(self, tier: Tier) -> TierPlan:
+        return next(plan for plan in self.tiers if plan.tier is tier)
