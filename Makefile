@@ -1,0 +1,103 @@
+# `make help` lists the targets. Every target that needs the environment sets it up first; a set-up that is up to date costs 0.2 s.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup constraints chromium up worker doctor demo test test-native test-parity test-engine test-app test-e2e \
+        lint fmt types stubs migrate revision vendor bench clean
+
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+NATIVE_FILES = $(shell git ls-files 'native/*.h' 'native/*.cc')
+NATIVE_BUILD := build/native-tests
+# Tests and tools find cmake, ninja and clang-format where pip put them.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+help:  ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+##@ Use
+demo: setup  ## Fine-tune the sample model on a public dataset through the whole appliance (DEMO_EXIT=1 stops it at the end)
+	@$(BIN)/python -m lohan_app.demo $(if $(filter 1,$(DEMO_EXIT)),--exit-when-done)
+
+up: setup  ## Start the appliance on ./data (settings: docs/settings.md)
+	@$(BIN)/lohan up
+
+worker: setup  ## Start only the queue worker and the reconciler
+	@$(BIN)/lohan worker
+
+doctor: setup  ## Say what this machine has, what was chosen, and what is missing
+	@$(BIN)/lohan doctor
+
+##@ Environment
+setup:  ## Make or update .venv (LOHAN_PYTHON chooses the interpreter: 3.11 or 3.12)
+	@.ci/setup
+
+constraints: setup  ## Write .ci/constraints.txt from what .venv holds
+	@.ci/freeze
+
+chromium:  ## Install Debian's Chromium for the browser tests, where that may be done
+	@.ci/chromium
+
+##@ Check
+test: setup chromium test-native  ## Run every test: native, parity, engine, service, browser (T=path runs one file)
+	@$(PYTEST) --durations=15 $(or $(T),tests)
+
+test-native: setup  ## Build and run the native core's own tests (CTest)
+	@cmake -S native -B $(NATIVE_BUILD) -G Ninja -DLOHAN_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
+	@cmake --build $(NATIVE_BUILD)
+	@ctest --test-dir $(NATIVE_BUILD) --output-on-failure --no-tests=error
+
+test-parity: setup  ## Compare the engine with plain PyTorch, step by step
+	@$(PYTEST) tests/engine -k parity
+
+test-engine: setup  ## Run the engine's tests
+	@$(PYTEST) tests/engine
+
+test-app: setup  ## Run the service's tests
+	@$(PYTEST) tests/app
+
+test-e2e: setup chromium  ## Run the tests in a real browser
+	@$(PYTEST) tests/e2e
+
+lint: setup  ## Check style, types, templates, native code, stubs, and what must not be in the tree
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run 'make fmt'"; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/djlint --quiet --lint web/templates
+	@$(BIN)/djlint --quiet --check web/templates
+	@$(BIN)/clang-format --dry-run -Werror $(NATIVE_FILES)
+	@mkdir -p build
+	@$(BIN)/python -m nanobind.stubgen -q -m lohan._native -o build/_native.pyi
+	@diff -u engine/lohan/_native.pyi build/_native.pyi || { echo "the stub is out of date: run 'make stubs'"; exit 1; }
+	@$(PYTEST) -q tests/test_repository.py tests/test_architecture.py tests/test_docs.py
+
+fmt: setup  ## Format Python, templates and native code in place
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/djlint --quiet --reformat web/templates || true
+	@$(BIN)/clang-format -i $(NATIVE_FILES)
+
+types: setup  ## Check types alone (mypy, strict)
+	@$(BIN)/mypy
+
+##@ Develop
+stubs: setup  ## Write engine/lohan/_native.pyi from the built module
+	@$(BIN)/python -m nanobind.stubgen -q -m lohan._native -o engine/lohan/_native.pyi
+
+migrate: setup  ## Bring the database to the newest schema
+	@$(BIN)/lohan migrate
+
+revision: setup  ## Draft a migration from the entities (M="what it does")
+	@test -n "$(M)" || { echo 'revision: name it, e.g. make revision M="add run labels"'; exit 2; }
+	@$(BIN)/alembic revision --autogenerate -m "$(M)"
+
+vendor: setup  ## Fetch the pinned front-end files again, with npm
+	@$(BIN)/python web/vendor.py
+
+bench: setup  ## Measure the native core and the engine on this machine (benchmarks/)
+	@$(BIN)/python -m benchmarks
+
+clean:  ## Remove builds and caches; .venv and data folders stay
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .node
+	@find engine app tests benchmarks migrations -name __pycache__ -type d -prune -exec rm -rf {} +
