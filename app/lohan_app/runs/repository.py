@@ -1,0 +1,246 @@
+"""Queries on runs. Every change of a run's state is one compare-and-set UPDATE; every batch of events is one transaction.
+
+A supervisor writes with the epoch it was given by `raise_epoch`: once another one has taken the run over, its writes change nothing.
+The functions take an open session; whoever opened it commits (`lohan_app.db.write_transaction`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from sqlalchemy import CursorResult, delete, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from lohan.events import Event, EventType, ExitReason
+from lohan_app.entities import Run, RunEvent, RunMetric, RunState
+from lohan_app.entities.base import now
+from lohan_app.entities.runs import TERMINAL_STATES
+from lohan_app.runs.states import ACTIVE_STATES, Trigger, is_allowed, moves
+
+INT32_MAX = 2**31 - 1
+LATEST_UNIX_SECONDS = 253_402_300_799  # the last second of year 9999, where datetime ends
+_NO_RESERVATION: dict[str, Any] = {"devices": [], "reserved_ram_bytes": 0, "reserved_ssd_bytes": 0}
+
+
+class LostEpochError(Exception):
+    """Another supervisor has taken the run over: whoever gets this must stop writing, and leave the trainer alone."""
+
+
+# ---------------------------------------------------------------- state
+def transition(session: Session, run_id: str, *, source: set[RunState], target: RunState, epoch: int | None = None, **values: Any) -> bool:
+    """Move a run to `target` if it is in one of `source`, and in `epoch` where one is given; one UPDATE, with `values` set in it.
+
+    Returns:
+        Whether the run was moved. False is no error: somebody else was first, or the run has ended.
+    """
+    assert all(is_allowed(state, target) for state in source), f"no trigger leads from {source} to {target}"
+    statement = update(Run).where(Run.id == run_id, Run.state.in_(source))
+    if epoch is not None:
+        statement = statement.where(Run.epoch == epoch)
+    result = session.execute(statement.values(state=target, **values).execution_options(synchronize_session=False))
+    return cast("CursorResult[Any]", result).rowcount == 1
+
+
+def fire(session: Session, run_id: str, trigger: Trigger, *, epoch: int | None = None, **values: Any) -> RunState | None:
+    """Apply `trigger` as `states.TRANSITIONS` has it; a run that leaves the machine gives its reservation back.
+
+    Returns:
+        The state the run is in now, or None where the trigger changed nothing.
+    """
+    for target, source in moves(trigger).items():
+        stamps: dict[str, Any] = {}
+        if target not in ACTIVE_STATES:
+            stamps |= _NO_RESERVATION | {"eta_seconds": None}
+        if target in TERMINAL_STATES:
+            stamps["finished_at"] = now()
+        if transition(session, run_id, source=source, target=target, epoch=epoch, **(stamps | values)):
+            return target
+    return None
+
+
+def raise_epoch(session: Session, run_id: str) -> int | None:
+    """Take the run over: the returned epoch is the only one that may write from now on; None where there is no such run."""
+    return session.scalar(
+        update(Run).where(Run.id == run_id).values(epoch=Run.epoch + 1).returning(Run.epoch).execution_options(synchronize_session=False)
+    )
+
+
+def explain(session: Session, run_id: str, *, state: RunState, reason: str) -> None:
+    """Say in words why a run is where it is; nothing is written where it says so already."""
+    session.execute(
+        update(Run)
+        .where(Run.id == run_id, Run.state == state, Run.state_reason != reason)
+        .values(state_reason=reason)
+        .execution_options(synchronize_session=False)
+    )
+
+
+def get_run(session: Session, run_id: str) -> Run | None:
+    """The run as it stands in the database now."""
+    return session.get(Run, run_id, populate_existing=True)
+
+
+def runs_in(session: Session, states: Iterable[RunState]) -> Sequence[Run]:
+    """Runs in one of `states`, oldest first."""
+    return session.scalars(select(Run).where(Run.state.in_(list(states))).order_by(Run.created_at, Run.id)).all()
+
+
+# ---------------------------------------------------------------- events
+def record_events(session: Session, run_id: str, *, epoch: int, events: Sequence[Event], offset_bytes: int, malformed: int) -> None:
+    """Copy a batch of events into the database and move the stored read position behind it, all in the caller's transaction.
+
+    Reading a stretch again changes nothing: events are keyed (run, attempt, seq), metrics (run, step) with the latest attempt winning.
+    An event whose numbers do not fit the tables is counted as malformed.
+
+    Raises:
+        LostEpochError: the run has a newer supervisor; nothing was written.
+    """
+    usable = [event for event in events if _is_usable(event)]
+    summary = _summary(usable)
+    summary |= {"events_offset_bytes": offset_bytes, "malformed_events": malformed + len(events) - len(usable)}
+    result = session.execute(
+        update(Run).where(Run.id == run_id, Run.epoch == epoch).values(**summary).execution_options(synchronize_session=False)
+    )
+    if cast("CursorResult[Any]", result).rowcount != 1:
+        raise LostEpochError(run_id)
+    for event in usable:
+        if event.type == EventType.STARTED:
+            _forget_undone_steps(session, run_id, attempt=event.attempt)
+    _insert_events(session, run_id, [event for event in usable if event.type != EventType.STEP])
+    _upsert_metrics(session, run_id, [event for event in usable if event.type == EventType.STEP])
+
+
+def exit_event(session: Session, run_id: str, *, attempt: int) -> RunEvent | None:
+    """The trainer's last word on an attempt; None where it had no time for one."""
+    return session.scalars(
+        select(RunEvent)
+        .where(RunEvent.run_id == run_id, RunEvent.attempt == attempt, RunEvent.type == EventType.EXIT)
+        .order_by(RunEvent.seq.desc())
+    ).first()
+
+
+def interrupted_attempts(session: Session, run_id: str) -> int:
+    """How many attempts ended because the host or the unit stopped: these are nobody's fault and do not count as failures."""
+    exits = session.scalars(select(RunEvent).where(RunEvent.run_id == run_id, RunEvent.type == EventType.EXIT))
+    return len({event.attempt for event in exits if event.fields.get("reason") == ExitReason.INTERRUPTED})
+
+
+def _is_usable(event: Event) -> bool:
+    if not (0 < event.attempt <= INT32_MAX and 0 < event.seq <= INT32_MAX and 0 < len(event.type) <= 32):
+        return False
+    if not 0 <= event.time <= LATEST_UNIX_SECONDS:  # false for NaN too
+        return False
+    if event.type != EventType.STEP:
+        return True
+    step = event.fields.get("step")
+    return isinstance(step, int) and 0 < step <= INT32_MAX
+
+
+def _summary(events: Sequence[Event]) -> dict[str, Any]:
+    """What the events say about where the run stands, as columns of `Run`; later events win."""
+    columns: dict[str, Any] = {}
+    for event in events:
+        columns["heartbeat_at"] = datetime.fromtimestamp(event.time, UTC)
+        fields = event.fields
+        match event.type:
+            case EventType.STARTED:
+                # Nothing of an earlier attempt is kept while durability is `none`: the numbers start over with the trainer.
+                columns |= {"step": 0, "loss": None, "first_loss": None, "last_loss": None, "eta_seconds": None, "phase_progress": None}
+                columns["total_steps"] = _integer(fields.get("total_steps"))
+            case EventType.PHASE:
+                columns |= {"phase": str(fields.get("phase", ""))[:32], "phase_progress": _number(fields.get("progress"))}
+            case EventType.STEP:
+                columns |= {"step": _integer(fields.get("step")), "loss": _number(fields.get("loss"))}
+                columns |= {"total_steps": _integer(fields.get("total_steps")), "eta_seconds": _number(fields.get("eta_seconds"))}
+            case EventType.EVALUATION:
+                column = "first_loss" if fields.get("when") == "before" else "last_loss"
+                columns[column] = _number(fields.get("loss"))
+            case EventType.EXIT:
+                columns["eta_seconds"] = None
+    return columns
+
+
+def _forget_undone_steps(session: Session, run_id: str, *, attempt: int) -> None:
+    """A restarted trainer does its steps again: the curve of the attempt before would run ahead of it until overtaken."""
+    session.execute(
+        delete(RunMetric).where(RunMetric.run_id == run_id, RunMetric.attempt < attempt).execution_options(synchronize_session=False)
+    )
+
+
+def _insert_events(session: Session, run_id: str, events: Sequence[Event]) -> None:
+    if not events:
+        return
+    rows = {
+        (event.attempt, event.seq): {
+            "run_id": run_id,
+            "attempt": event.attempt,
+            "seq": event.seq,
+            "time": event.time,
+            "type": event.type,
+            "fields": event.fields,
+        }
+        for event in events
+    }
+    session.execute(_insert(session, RunEvent).values(list(rows.values())).on_conflict_do_nothing())
+
+
+def _upsert_metrics(session: Session, run_id: str, events: Sequence[Event]) -> None:
+    if not events:
+        return
+    # One row per step: PostgreSQL refuses a statement that would write the same row twice.
+    newest: dict[int, Event] = {}
+    for event in events:
+        step = event.fields["step"]
+        if step not in newest or (newest[step].attempt, newest[step].seq) < (event.attempt, event.seq):
+            newest[step] = event
+    insert = _insert(session, RunMetric).values([_metric_row(run_id, event) for event in newest.values()])
+    columns = [column.name for column in RunMetric.__table__.columns if not column.primary_key]
+    session.execute(
+        insert.on_conflict_do_update(
+            index_elements=["run_id", "step"],
+            set_={name: insert.excluded[name] for name in columns},
+            where=RunMetric.attempt <= insert.excluded["attempt"],
+        )
+    )
+
+
+def _metric_row(run_id: str, event: Event) -> dict[str, Any]:
+    fields = event.fields
+    return {
+        "run_id": run_id,
+        "step": fields["step"],
+        "attempt": event.attempt,
+        "seq": event.seq,
+        "time": event.time,
+        "loss": _number(fields.get("loss")),
+        "learning_rate": _number(fields.get("learning_rate")) or 0.0,
+        "gradient_norm": _number(fields.get("gradient_norm")),
+        "tokens": _integer(fields.get("tokens")),
+        "tokens_per_second": _number(fields.get("tokens_per_second")),
+        "step_seconds": _number(fields.get("step_seconds")) or 0.0,
+    }
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _integer(value: Any) -> int:
+    return min(max(int(value), 0), INT32_MAX) if isinstance(value, int) else 0
+
+
+def _insert(session: Session, entity: type[RunEvent | RunMetric]) -> sqlite.Insert | postgresql.Insert:
+    """INSERT with ON CONFLICT, which SQLAlchemy offers per database only."""
+    if session.get_bind().dialect.name == "postgresql":
+        return postgresql.insert(entity)
+    return sqlite.insert(entity)
