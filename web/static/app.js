@@ -1,0 +1,104 @@
+// What every page has: theme, menu, dialogs, forms that post once, local times, and polling that rests while nobody looks.
+"use strict";
+
+(() => {
+  const root = document.documentElement;
+
+  function isDark() {
+    return root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  }
+
+  function labelTheme() {
+    for (const button of document.querySelectorAll("[data-theme-toggle] span")) {
+      button.textContent = isDark() ? "Light mode" : "Dark mode";
+    }
+  }
+
+  // A cookie and not localStorage: the server writes the theme into the page, so that no wrong one flashes up first.
+  function toggleTheme() {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    document.cookie = `lohan_theme=${root.dataset.theme}; Path=/; Max-Age=31536000; SameSite=Lax`;
+    labelTheme();
+    document.dispatchEvent(new Event("lohan:theme"));
+  }
+
+  function toggleMenu(button) {
+    const open = document.getElementById("side").classList.toggle("nav-open");
+    button.setAttribute("aria-expanded", String(open));
+  }
+
+  document.addEventListener("click", (event) => {
+    const target = event.target instanceof Element ? event.target : null;
+    if (!target) return;
+    if (target.closest("[data-theme-toggle]")) toggleTheme();
+    const menu = target.closest("[data-nav-toggle]");
+    if (menu) toggleMenu(menu);
+    const opener = target.closest("[data-dialog]");
+    if (opener) document.getElementById(opener.dataset.dialog).showModal();
+    if (target.closest("[data-close]") || target.nodeName === "DIALOG") target.closest("dialog").close();
+    const copier = target.closest("[data-copy]");
+    if (copier) copyText(copier);
+  });
+
+  // Browsers offer the clipboard only over https and on localhost; elsewhere the text is selected, ready for Ctrl+C.
+  async function copyText(button) {
+    const source = document.getElementById(button.dataset.copy);
+    getSelection().selectAllChildren(source);
+    if (!navigator.clipboard) return;
+    await navigator.clipboard.writeText(source.textContent);
+    button.querySelector("span").textContent = "Copied";
+  }
+
+  // A second click must not post a second time; the back button brings the form back usable.
+  document.addEventListener("submit", (event) => {
+    if (event.defaultPrevented || event.target.method !== "post") return;
+    for (const button of event.target.querySelectorAll("button[type=submit]")) button.disabled = true;
+  });
+  addEventListener("pageshow", (event) => {
+    if (!event.persisted) return;
+    for (const button of document.querySelectorAll("form button[type=submit]")) button.disabled = false;
+  });
+
+  const clock = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short", year: "numeric", hour: "2-digit", minute: "2-digit" });
+  function localTimes(scope) {
+    for (const element of scope.querySelectorAll("time[data-local]")) {
+      const moment = new Date(element.dateTime);
+      if (Number.isNaN(moment.getTime())) continue;
+      element.title = element.textContent;
+      element.textContent = clock.format(moment);
+      element.removeAttribute("data-local");
+    }
+  }
+
+  // ---- polling ----
+  const connection = document.getElementById("connection");
+  let lastReply = null;
+
+  function isPoll(element) {
+    return (element.getAttribute("hx-trigger") || "").includes("every");
+  }
+
+  document.addEventListener("htmx:beforeRequest", (event) => {
+    if (document.hidden && isPoll(event.detail.elt)) event.preventDefault();
+  });
+  document.addEventListener("htmx:afterRequest", (event) => {
+    if (!connection || event.detail.successful) {
+      const date = event.detail.xhr.getResponseHeader("Date");
+      lastReply = date ? new Date(date) : lastReply;
+      if (connection) connection.hidden = true;
+      return;
+    }
+    if (!isPoll(event.detail.elt)) return;
+    const since = lastReply ? ` What you see is from ${lastReply.toLocaleTimeString()}.` : "";
+    connection.textContent = `No answer from the server.${since} Trying again.`;
+    connection.hidden = false;
+  });
+  document.addEventListener("htmx:afterSettle", () => localTimes(document));
+
+  labelTheme();
+  localTimes(document);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    labelTheme();
+    document.dispatchEvent(new Event("lohan:theme"));
+  });
+})();

@@ -1,0 +1,74 @@
+// The tail of a run's log: plain text, without terminal colours, bounded in lines and in their length.
+"use strict";
+
+class LogTail {
+  constructor(element, state, address) {
+    this.element = element;
+    this.state = state;
+    this.address = address;
+    this.offset = null;
+    this.rest = "";
+    this.lines = [];
+    this.busy = false;
+    this.again = false;
+    this.element.textContent = "";
+  }
+
+  // One request at a time; a poll asked for meanwhile follows it.
+  async poll() {
+    if (this.busy) {
+      this.again = true;
+      return;
+    }
+    this.busy = true;
+    try {
+      await this.fetchAll();
+    } catch {
+      this.state.textContent = "The log could not be read just now.";
+    }
+    this.busy = false;
+    if (this.again) {
+      this.again = false;
+      setTimeout(() => this.poll(), 1000);
+    }
+  }
+
+  async fetchAll() {
+    for (;;) {
+      const query = this.offset === null ? "" : `?offset=${this.offset}`;
+      const reply = await fetch(this.address + query, { headers: { Accept: "application/json" } });
+      if (!reply.ok) throw new Error(`log: ${reply.status}`);
+      const part = await reply.json();
+      const moved = part.next_offset !== this.offset;
+      this.offset = part.next_offset;
+      this.append(part.text);
+      this.state.textContent = this.lines.length ? "" : "Nothing has been written yet.";
+      if (!moved || part.next_offset >= part.size) return;
+    }
+  }
+
+  append(text) {
+    if (!text) return;
+    const follows = this.element.scrollTop + this.element.clientHeight >= this.element.scrollHeight - 24;
+    const pieces = (this.rest + text).split("\n");
+    this.rest = pieces.pop();
+    for (const piece of pieces) this.lines.push(LogTail.clean(piece));
+    if (this.lines.length > LogTail.LINES) this.lines.splice(0, this.lines.length - LogTail.LINES);
+    this.element.textContent = this.lines.concat(this.rest ? [LogTail.clean(this.rest)] : []).join("\n");
+    if (follows) this.element.scrollTop = this.element.scrollHeight;
+  }
+
+  // Terminal sequences go, an overwritten line shows its last state, hidden and reordering characters become visible.
+  static clean(line) {
+    const plain = line.replace(LogTail.TERMINAL, "").replace(/\r+$/, "");
+    const last = plain.slice(plain.lastIndexOf("\r") + 1);
+    const shown = last.length > LogTail.LINE_CHARACTERS ? `${last.slice(0, LogTail.LINE_CHARACTERS)} … (${last.length} characters)` : last;
+    return shown.replace(LogTail.HIDDEN, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
+  }
+}
+
+LogTail.LINES = 2000;
+LogTail.LINE_CHARACTERS = 8000;
+// Colours and cursor movement (CSI), titles and links (OSC, ended by BEL or ST), and lone two-character escapes.
+LogTail.TERMINAL = /\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\-_])/g;
+LogTail.HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]/g;

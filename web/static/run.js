@@ -1,0 +1,177 @@
+// The run page: one event stream feeds the curve and the numbers; anything but a step makes the page fetch its summary again.
+"use strict";
+
+(() => {
+  const id = document.getElementById("run").dataset.run;
+  const api = `/api/v1/runs/${id}`;
+  const connection = document.getElementById("connection");
+  const curve = new LossCurve(
+    document.getElementById("curve"),
+    document.getElementById("curve-note"),
+    document.getElementById("curve-text"),
+    document.getElementById("curve-gap"),
+  );
+  const LONGEST_WAIT_SECONDS = 30;
+  // The server says something at least every 15 s (a comment line), so a browser that hears nothing has lost it; see onerror.
+  const REFRESH_MILLISECONDS = 700;
+  let source = null;
+  let attempt = 0;
+  let waitSeconds = 1;
+  let retry = null;
+  let countdown = null;
+  let refresh = null;
+  let lastNews = null;
+
+  const isTerminal = () => document.getElementById("run-summary").dataset.terminal === "yes";
+
+  // ---- numbers ----
+  function setLive(name, text) {
+    for (const element of document.querySelectorAll(`[data-live="${name}"]`)) element.textContent = text;
+  }
+
+  function duration(seconds) {
+    if (!Number.isFinite(seconds)) return "unknown";
+    const whole = Math.max(0, Math.round(seconds));
+    const hours = Math.floor(whole / 3600);
+    const minutes = Math.floor((whole % 3600) / 60);
+    const pad = (value) => String(value).padStart(2, "0");
+    if (hours) return `${hours} h ${pad(minutes)} min`;
+    return minutes ? `${minutes} min ${pad(whole % 60)} s` : `${whole} s`;
+  }
+
+  function showStep(event) {
+    setLive("step", `${event.step.toLocaleString("en")} of ${event.total_steps.toLocaleString("en")}`);
+    setLive("eta", duration(event.eta_seconds));
+    setLive("loss", Number.isFinite(event.loss) ? event.loss.toFixed(4) : "–");
+    if (Number.isFinite(event.tokens_per_second)) setLive("speed", `${Math.round(event.tokens_per_second).toLocaleString("en")} tokens/s`);
+    if (Number.isFinite(event.epoch)) setLive("epoch", `epoch ${event.epoch.toFixed(2)}`);
+    const bar = document.querySelector("#run-summary progress");
+    if (bar && event.total_steps) bar.value = event.step / event.total_steps;
+  }
+
+  function refreshSoon() {
+    if (refresh) return;
+    refresh = setTimeout(() => {
+      refresh = null;
+      document.body.dispatchEvent(new Event("lohan:refresh"));
+    }, REFRESH_MILLISECONDS);
+  }
+
+  // ---- metrics ----
+  async function loadMetrics() {
+    for (;;) {
+      const reply = await fetch(`${api}/metrics?after_step=${curve.lastStep}`, { headers: { Accept: "application/json" } });
+      if (!reply.ok) throw new Error(`metrics: ${reply.status}`);
+      const before = curve.lastStep;
+      for (const point of (await reply.json()).data) {
+        attempt = Math.max(attempt, point.attempt);
+        curve.add(point.step, point.loss);
+      }
+      if (curve.lastStep === before) break;
+    }
+    if (!curve.lastStep) document.getElementById("curve-note").textContent = isTerminal() ? "This run made no step." : "The curve begins with the first step.";
+  }
+
+  function onStep(event) {
+    if (event.attempt > attempt) {
+      if (attempt && curve.lastStep) curve.clear();
+      attempt = event.attempt;
+    }
+    // A step was missed while nobody listened: fetch what lies between, this one included.
+    if (event.step > curve.lastStep + 1) loadMetrics().catch(() => {});
+    else curve.add(event.step, event.loss);
+    showStep(event);
+    log.poll();
+  }
+
+  // ---- the stream ----
+  function connect() {
+    clearTimeout(retry);
+    clearInterval(countdown);
+    if (source || document.hidden || isTerminal()) return;
+    source = new EventSource(`${api}/events`);
+    source.addEventListener("open", () => {
+      waitSeconds = 1;
+      connection.hidden = true;
+      loadMetrics().catch(() => {});
+      refreshSoon();
+    });
+    source.addEventListener("error", () => {
+      disconnect();
+      reconnectLater();
+    });
+    source.addEventListener("step", (message) => {
+      const event = heard(message);
+      if (event) onStep(event);
+    });
+    for (const type of ["phase", "evaluation", "warning", "exit", "state", "started"]) {
+      source.addEventListener(type, (message) => {
+        heard(message);
+        refreshSoon();
+        log.poll();
+      });
+    }
+  }
+
+  function heard(message) {
+    try {
+      const event = JSON.parse(message.data);
+      if (Number.isFinite(event.time)) lastNews = new Date(event.time * 1000);
+      return event;
+    } catch {
+      return null;
+    }
+  }
+
+  function disconnect() {
+    if (source) source.close();
+    source = null;
+  }
+
+  function reconnectLater() {
+    if (isTerminal() || document.hidden) return;
+    let left = waitSeconds;
+    waitSeconds = Math.min(LONGEST_WAIT_SECONDS, 2 * waitSeconds);
+    const since = lastNews ? ` What you see is from ${lastNews.toLocaleTimeString()}.` : "";
+    const say = () => {
+      connection.textContent = `Connection to the server lost.${since} Trying again${left > 1 ? ` in ${left} s` : ""}.`;
+      connection.hidden = false;
+      left -= 1;
+    };
+    say();
+    countdown = setInterval(say, 1000);
+    retry = setTimeout(connect, 1000 * left + 1000);
+  }
+
+  // Browsers allow six connections to one server: a tab nobody looks at gives its own back.
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) {
+      disconnect();
+      clearTimeout(retry);
+      clearInterval(countdown);
+    } else {
+      connect();
+      log.poll();
+    }
+  });
+
+  document.addEventListener("htmx:afterSwap", (event) => {
+    if (event.detail.target.id !== "run-summary" || !isTerminal()) return;
+    disconnect();
+    connection.hidden = true;
+    loadMetrics().catch(() => {});
+    log.poll();
+  });
+
+  // ---- log ----
+  const log = new LogTail(document.getElementById("log"), document.getElementById("log-state"), `${api}/log`);
+  log.poll();
+  setInterval(() => {
+    if (!document.hidden && !isTerminal()) log.poll();
+  }, 4000);
+
+  loadMetrics().catch(() => {
+    document.getElementById("curve-note").textContent = "The curve could not be loaded. Reload the page to try again.";
+  });
+  connect();
+})();
