@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, DateTime, Enum, MetaData, String, TypeDecorator
+from sqlalchemy import JSON, DateTime, Double, Enum, MetaData, String, TypeDecorator
 from sqlalchemy.orm import DeclarativeBase
 
 # Constraint names that Alembic can find again on both databases.
@@ -41,7 +41,7 @@ class Entity(DeclarativeBase):
     """Base of all tables."""
 
     metadata = MetaData(naming_convention=NAMING_CONVENTION)
-    type_annotation_map: ClassVar[dict[Any, Any]] = {dict[str, Any]: JSON, list[str]: JSON, datetime: UtcDateTime}
+    type_annotation_map: ClassVar[dict[Any, Any]] = {dict[str, Any]: JSON, list[str]: JSON, datetime: UtcDateTime, float: Double}
 
 
 def text_enum(enum: type[StrEnum]) -> Enum:

@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import BigInteger, String
+from sqlalchemy import BigInteger, Index, String, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from lohan_app.entities.base import Entity, Id, new_id, now, text_enum
@@ -29,9 +29,15 @@ class BaseModel(Entity):
     """A model on disk; config.json, tokenizer files and workload.json are kept in `<data>/models/<id>/`, weights stay where they are."""
 
     __tablename__ = "base_models"
+    # Unique among those that are there: a name is free again once its model has been deleted.
+    __table_args__ = (
+        Index(
+            "uq_base_models_name", "name", unique=True, sqlite_where=text("deleted_at IS NULL"), postgresql_where=text("deleted_at IS NULL")
+        ),
+    )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True, default=lambda: new_id("model"))
-    name: Mapped[str] = mapped_column(String(255), unique=True)
+    name: Mapped[str] = mapped_column(String(255))
     source: Mapped[BaseModelSource] = mapped_column(text_enum(BaseModelSource))
     root: Mapped[str] = mapped_column(String(4096), default="")
     path_in_root: Mapped[str] = mapped_column(String(4096), default="")

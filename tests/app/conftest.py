@@ -1,0 +1,97 @@
+"""A real, migrated database per test (SQLite, or PostgreSQL where a test asks for both), the real application, and people."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from fixtures.service import Person, make_person
+from sqlalchemy import Engine
+from starlette.testclient import TestClient
+
+from lohan_app.db import create_db_engine, migrate
+from lohan_app.entities import Role
+from lohan_app.main import create_app
+from lohan_app.settings import Settings
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database made by the real migrations once; each test works on a copy."""
+    settings = Settings(data_dir=tmp_path_factory.mktemp("template"))
+    settings.make_folders()
+    migrate(settings)
+    return settings.data_dir / "db" / "lohan.sqlite3"
+
+
+@pytest.fixture
+def database(request: pytest.FixtureRequest) -> str:
+    """Kind of database; `fixtures.service.BOTH_DATABASES` runs a test on each."""
+    return getattr(request, "param", "sqlite")
+
+
+@pytest.fixture
+def settings(database: str, request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    """Settings of an appliance with a migrated database, an empty data folder and no broker."""
+    model_dir = tmp_path / "models"
+    model_dir.mkdir()
+    common = {"data_dir": tmp_path / "data", "model_dirs": (model_dir,), "devices": ("cpu:0",)}
+    if database == "postgres":
+        settings = Settings(database_url=request.getfixturevalue("postgres_url"), **common)
+        settings.make_folders()
+        migrate(settings)
+        return settings
+    settings = Settings(**common)
+    settings.make_folders()
+    shutil.copy(request.getfixturevalue("migrated_sqlite"), settings.data_dir / "db" / "lohan.sqlite3")
+    return settings
+
+
+@pytest.fixture
+def engine(settings: Settings) -> Iterator[Engine]:
+    """Direct access to the test's database, to arrange and to look."""
+    engine = create_db_engine(settings)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def app(settings: Settings) -> FastAPI:
+    return create_app(settings)
+
+
+@pytest.fixture
+def anonymous(app: FastAPI) -> Iterator[TestClient]:
+    """Somebody who is not logged in; starts and stops the application."""
+    with TestClient(app, base_url="http://localhost:8000", raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture
+def person(app: FastAPI, engine: Engine, anonymous: TestClient) -> Callable[..., Person]:
+    """Makes logged-in users: `person("ada", role=Role.MEMBER)`."""
+
+    def make(name: str, role: Role = Role.MEMBER) -> Person:
+        return make_person(app, engine, name, role)
+
+    return make
+
+
+@pytest.fixture
+def admin(person: Callable[..., Person]) -> Person:
+    return person("admin", Role.ADMIN)
+
+
+@pytest.fixture
+def owner(person: Callable[..., Person]) -> Person:
+    """The member whose things a test is about."""
+    return person("owner")
+
+
+@pytest.fixture
+def mate(person: Callable[..., Person]) -> Person:
+    """Another member of the same installation."""
+    return person("mate")
