@@ -1,0 +1,221 @@
+"""
+The native core: AdamW on the CPU, aligned memory, and parallel direct file I/O.
+"""
+
+from collections.abc import Sequence
+import enum
+import os
+from typing import Any
+
+
+class AlignedBuffer:
+    """
+    Zero-filled host memory, page aligned, advised to use huge pages from 2 MiB on.
+
+    The mapping has exactly the size asked for, rounded up to a page. It is given back when the
+    buffer and the last view of it are gone. A forked child sees zeros in it.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """
+        Map `size_bytes` bytes. Raises ValueError below 1, MemoryError when the system refuses.
+        """
+
+    @property
+    def size_bytes(self) -> int:
+        """Usable size in bytes: the size asked for."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, a multiple of 4096."""
+
+    def array(self) -> Any:
+        """
+        The memory as a 1-D uint8 array that keeps the buffer alive: `torch.from_dlpack(buffer.array())`.
+        """
+
+class ThreadPool:
+    """
+    Worker threads for the compute kernels, on the CPUs of the maker's affinity mask.
+
+    Calls from several threads take turns. Using it in a forked child raises RuntimeError.
+    """
+
+    def __init__(self, threads: int = 0) -> None:
+        """
+        Start `threads` workers; 0 starts one per CPU in the affinity mask. Raises ValueError outside 0..1024.
+        """
+
+    @property
+    def threads(self) -> int:
+        """Number of workers."""
+
+class AdamSegment:
+    """Consecutive elements that share hyper-parameters and step count."""
+
+    def __init__(self, offset: int, length: int, learning_rate: float, beta1: float, beta2: float, epsilon: float, weight_decay: float, step: int) -> None:
+        """
+        Elements [offset, offset + length); `step` is 1 for the first update. Raises ValueError for a value that
+        torch.optim.AdamW would not take.
+        """
+
+    @property
+    def offset(self) -> int:
+        """First element."""
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def beta1(self) -> float: ...
+
+    @property
+    def beta2(self) -> float: ...
+
+    @property
+    def epsilon(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    @property
+    def step(self) -> int:
+        """Number of this update, counted from 1."""
+
+class UpdateResult:
+    """What a pass saw of the gradients, after scaling."""
+
+    @property
+    def squared_norm(self) -> float:
+        """
+        Sum of squares in float64 over a fixed tree: the same bits for any threads and instruction set.
+        """
+
+    @property
+    def non_finite(self) -> int:
+        """Number of infinite or NaN elements."""
+
+class InstructionSet(enum.Enum):
+    """Which build of the kernels runs; all give the same bits."""
+
+    AUTO = 0
+    """The widest one available."""
+
+    PORTABLE = 1
+
+    AVX2 = 2
+
+    AVX512 = 3
+
+def available_instruction_sets() -> list[InstructionSet]:
+    """The instruction sets this processor can run, narrowest first."""
+
+def adamw_update(segments: Sequence[AdamSegment], gradients: object, master: object, first_moment: object, second_moment: object, weights_out: object | None = None, *, gradient_scale: float = 1.0, pool: ThreadPool, instruction_set: InstructionSet = InstructionSet.AUTO) -> UpdateResult:
+    """
+    One step of AdamW in place, computed as torch.optim.AdamW does.
+
+    All arrays are 1-D, contiguous, in host memory and of one length: `gradients` float32 or bfloat16, `master` and
+    both moments float32, `weights_out` bfloat16 (rounded to nearest even). Elements outside the segments keep
+    their values and count to nothing. Gradients are multiplied by `gradient_scale` first. Releases the GIL.
+    Raises TypeError for a wrong element type, ValueError for arrays or segments that do not fit together.
+    """
+
+def gradient_norm(gradients: object, *, gradient_scale: float = 1.0, pool: ThreadPool, instruction_set: InstructionSet = InstructionSet.AUTO) -> UpdateResult:
+    """
+    Squared norm and non-finite count of all elements; equal to adamw_update's when its segments cover the arrays.
+    """
+
+class IoError(OSError):
+    """
+    A file operation failed: `errno`, `filename`, `operation` ("open", "allocate", "read", ...) and, for a
+    transfer, `offset` in bytes from the file's start.
+    """
+
+    offset: None = None
+
+    operation: str = ''
+
+class IoTicket:
+    """
+    A transfer under way. It keeps the array alive, and dropping it waits for the transfer to end.
+    """
+
+    def wait(self) -> None:
+        """
+        Block until the transfer has ended; raises IoError if it failed. Releases the GIL.
+        """
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, well or badly."""
+
+class IoFile:
+    """An open file of fixed size. All methods may be called from any thread."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def direct(self) -> bool:
+        """Whether whole pages bypass the page cache (O_DIRECT)."""
+
+    @property
+    def direct_refusal(self) -> str:
+        """Why `direct` is False; empty when it is True."""
+
+    @property
+    def alignment_bytes(self) -> int:
+        """
+        Ranges that begin and end on multiples of this bypass the page cache as a whole; 1 if not `direct`.
+        """
+
+    def read(self, offset: int, target: object, *, urgent: bool = False) -> IoTicket:
+        """
+        Start filling `target`, a 1-D contiguous host array, from byte `offset`. Urgent transfers go first.
+
+        Raises ValueError when the range leaves the file or the file is closed, RuntimeError when the pool is.
+        """
+
+    def write(self, offset: int, source: object, *, urgent: bool = False) -> IoTicket:
+        """
+        Start writing `source`, a 1-D contiguous host array, at byte `offset`; see `read`.
+        """
+
+    def sync(self) -> None:
+        """
+        Make what was written durable (fdatasync). Raises IoError; after one, what was written may be lost.
+        """
+
+    def close(self) -> None:
+        """
+        Wait for the file's transfers, then close it. Closing twice is harmless.
+        """
+
+class IoPool:
+    """
+    Workers that read and write files, in pieces of up to 4 MiB.
+
+    Using it in a forked child raises RuntimeError.
+    """
+
+    def __init__(self, threads: int = 4) -> None:
+        """Start `threads` workers. Raises ValueError outside 1..256."""
+
+    def open(self, path: str | os.PathLike[str], *, size_bytes: int | None = None) -> IoFile:
+        """
+        Open a regular file for reading and writing.
+
+        With `size_bytes` it is created if missing (mode 0600), set to that size and its space allocated; without,
+        it must exist. Raises IoError, ValueError for what is no regular file, RuntimeError when the pool is closed.
+        """
+
+    def close(self) -> None:
+        """
+        Complete what was submitted and end the workers. Files stay open. Closing twice is harmless.
+        """

@@ -1,0 +1,174 @@
+#include "lohan/io.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include <memory>
+#include <utility>
+
+#include "bindings.h"
+
+namespace lohan {
+namespace {
+
+/// A transfer with the array it works on. The engine's workers never touch Python, so the array may only be
+/// let go by a thread that holds the GIL, after the transfer has ended.
+class Ticket {
+ public:
+  Ticket(std::shared_ptr<IoEngine> engine, std::shared_ptr<Transfer> transfer, HostArray array)
+      : engine_(std::move(engine)), transfer_(std::move(transfer)), array_(std::move(array)) {}
+
+  ~Ticket() {
+    // In a forked child the transfer never ends; the child's copy of the array is nobody else's.
+    if (!engine_->InOwningProcess()) return;
+    nb::gil_scoped_release release;
+    transfer_->WaitQuietly();
+  }
+
+  bool Done() const { return transfer_->Done(); }
+
+  void Wait() {
+    if (!Done() && !engine_->InOwningProcess()) engine_->CheckUsable();
+    nb::gil_scoped_release release;
+    transfer_->Wait();
+  }
+
+ private:
+  std::shared_ptr<IoEngine> engine_;
+  std::shared_ptr<Transfer> transfer_;
+  HostArray array_;
+};
+
+struct OpenFile {
+  std::shared_ptr<IoEngine> engine;
+  std::shared_ptr<File> file;
+
+  std::unique_ptr<Ticket> Submit(Access access, int64_t offset, nb::handle object, bool urgent) {
+    HostArray array = access == Access::kRead ? ImportArray(object, "target", ArrayUse::kWrite)
+                                              : ImportArray(object, "source", ArrayUse::kRead);
+    engine->CheckUsable();
+    auto transfer = std::make_shared<Transfer>(file, access, offset, array.data, array.size_bytes());
+    engine->Submit(transfer, urgent ? Priority::kUrgent : Priority::kNormal);
+    return std::make_unique<Ticket>(engine, std::move(transfer), std::move(array));
+  }
+};
+
+struct Pool {
+  std::shared_ptr<IoEngine> engine;
+
+  OpenFile Open(nb::handle path, std::optional<int64_t> size_bytes) {
+    PyObject* encoded = nullptr;
+    if (!PyUnicode_FSConverter(path.ptr(), &encoded)) throw nb::python_error();
+    const nb::bytes name = nb::steal<nb::bytes>(encoded);
+    engine->CheckUsable();
+    const std::string text(name.c_str(), name.size());
+    nb::gil_scoped_release release;
+    return {engine, File::Open(text, size_bytes)};
+  }
+};
+
+nb::object DecodePath(const std::string& path) {
+  return nb::steal(PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())));
+}
+
+/// Sets IoError(errno, message, path) with the attributes `offset` and `operation`.
+void SetIoError(nb::handle type, const IoError& error) {
+  nb::object exception = type(error.error_number(), error.what(), DecodePath(error.path()));
+  exception.attr("operation") = error.operation();
+  exception.attr("offset") = error.offset();
+  PyErr_SetObject(type.ptr(), exception.ptr());
+}
+
+void InitIoError(nb::module_& m) {
+  nb::dict members;
+  members["offset"] = nb::none();
+  members["operation"] = "";
+  nb::object type = nb::steal(PyErr_NewExceptionWithDoc(
+      "lohan._native.IoError",
+      "A file operation failed: `errno`, `filename`, `operation` (\"open\", \"allocate\", \"read\", ...) and, for a\n"
+      "transfer, `offset` in bytes from the file's start.",
+      PyExc_OSError, members.ptr()));
+  m.attr("IoError") = type;
+  nb::register_exception_translator(
+      [](const std::exception_ptr& pointer, void* payload) {
+        try {
+          std::rethrow_exception(pointer);
+        } catch (const IoError& error) {
+          SetIoError(nb::handle(static_cast<PyObject*>(payload)), error);
+        }
+      },
+      type.ptr());
+}
+
+}  // namespace
+
+void InitIo(nb::module_& m) {
+  InitIoError(m);
+
+  nb::class_<Ticket>(m, "IoTicket",
+                     "A transfer under way. It keeps the array alive, and dropping it waits for the transfer to end.")
+      .def("wait", &Ticket::Wait, "Block until the transfer has ended; raises IoError if it failed. Releases the GIL.")
+      .def("done", &Ticket::Done, "Whether the transfer has ended, well or badly.");
+
+  nb::class_<OpenFile>(m, "IoFile", "An open file of fixed size. All methods may be called from any thread.")
+      .def_prop_ro("path", [](const OpenFile& self) { return DecodePath(self.file->path()); },
+                   nb::sig("def path(self) -> str"))
+      .def_prop_ro("size_bytes", [](const OpenFile& self) { return self.file->size_bytes(); })
+      .def_prop_ro("direct", [](const OpenFile& self) { return self.file->direct(); },
+                   "Whether whole pages bypass the page cache (O_DIRECT).")
+      .def_prop_ro("direct_refusal", [](const OpenFile& self) { return nb::str(self.file->direct_refusal().c_str()); },
+                   nb::sig("def direct_refusal(self) -> str"), "Why `direct` is False; empty when it is True.")
+      .def_prop_ro("alignment_bytes", [](const OpenFile& self) { return self.file->alignment_bytes(); },
+                   "Ranges that begin and end on multiples of this bypass the page cache as a whole; 1 if not `direct`.")
+      .def(
+          "read",
+          [](OpenFile& self, int64_t offset, nb::handle target, bool urgent) {
+            return self.Submit(Access::kRead, offset, target, urgent);
+          },
+          nb::arg("offset"), nb::arg("target"), nb::kw_only(), nb::arg("urgent") = false,
+          "Start filling `target`, a 1-D contiguous host array, from byte `offset`. Urgent transfers go first.\n\n"
+          "Raises ValueError when the range leaves the file or the file is closed, RuntimeError when the pool is.")
+      .def(
+          "write",
+          [](OpenFile& self, int64_t offset, nb::handle source, bool urgent) {
+            return self.Submit(Access::kWrite, offset, source, urgent);
+          },
+          nb::arg("offset"), nb::arg("source"), nb::kw_only(), nb::arg("urgent") = false,
+          "Start writing `source`, a 1-D contiguous host array, at byte `offset`; see `read`.")
+      .def(
+          "sync",
+          [](OpenFile& self) {
+            nb::gil_scoped_release release;
+            self.file->Sync();
+          },
+          "Make what was written durable (fdatasync). Raises IoError; after one, what was written may be lost.")
+      .def(
+          "close",
+          [](OpenFile& self) {
+            nb::gil_scoped_release release;
+            self.file->Close();
+          },
+          "Wait for the file's transfers, then close it. Closing twice is harmless.");
+
+  nb::class_<Pool>(m, "IoPool",
+                   "Workers that read and write files, in pieces of up to 4 MiB.\n\n"
+                   "Using it in a forked child raises RuntimeError.")
+      .def(
+          "__init__", [](Pool* self, int threads) { new (self) Pool{MakeThreadEngine(threads)}; },
+          nb::arg("threads") = 4, "Start `threads` workers. Raises ValueError outside 1..256.")
+      .def("open", &Pool::Open, nb::arg("path"), nb::kw_only(), nb::arg("size_bytes") = nb::none(),
+           nb::sig("def open(self, path: str | os.PathLike[str], *, size_bytes: int | None = None) -> IoFile"),
+           "Open a regular file for reading and writing.\n\n"
+           "With `size_bytes` it is created if missing (mode 0600), set to that size and its space allocated; without,\n"
+           "it must exist. Raises IoError, ValueError for what is no regular file, RuntimeError when the pool is closed.")
+      .def(
+          "close",
+          [](Pool& self) {
+            nb::gil_scoped_release release;
+            self.engine->Close();
+          },
+          "Complete what was submitted and end the workers. Files stay open. Closing twice is harmless.");
+}
+
+}  // namespace lohan

@@ -1,0 +1,2 @@
+#define LOHAN_KERNELS kAvx2Kernels
+#include "adam-inl.h"

@@ -1,0 +1,2 @@
+#define LOHAN_KERNELS kAvx512Kernels
+#include "adam-inl.h"

@@ -1,0 +1,2 @@
+#define LOHAN_KERNELS kPortableKernels
+#include "adam-inl.h"
