@@ -22,7 +22,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lohan.units import format_bytes, format_count, format_duration
 from lohan_app import __version__
+from lohan_app.auth.schemas import Identity
+from lohan_app.errors import Problem
 
+MISSING = "\N{EN DASH}"
+"""Stands where there is no number."""
 THEME_COOKIE = "lohan_theme"
 THEMES = ("light", "dark")
 # Controls other than tab and newline, the marks that reorder text, and the invisible spaces. The joiners U+200C and U+200D stay:
@@ -50,13 +54,13 @@ def visible(text: object) -> str:
 def format_number(value: float | None, digits: int = 4) -> str:
     """A measured number with `digits` decimals; one that is missing or not finite prints as a dash."""
     if value is None or not math.isfinite(value):
-        return "–"
+        return MISSING
     return f"{value:,.{digits}f}"
 
 
 def format_integer(value: int | None) -> str:
     """A count with thousands separated."""
-    return "–" if value is None else f"{value:,}"
+    return MISSING if value is None else f"{value:,}"
 
 
 def format_rate(value: float) -> str:
@@ -66,7 +70,7 @@ def format_rate(value: float) -> str:
 
 
 def format_percent(fraction: float | None) -> str:
-    return "–" if fraction is None else f"{100 * fraction:.0f} %"
+    return MISSING if fraction is None else f"{100 * fraction:.0f} %"
 
 
 def format_time(moment: datetime) -> str:
@@ -110,7 +114,17 @@ def theme_of(request: Request) -> str:
     return chosen if chosen in THEMES else ""
 
 
-def render(request: Request, template: str, context: Mapping[str, Any], *, status_code: int = 200) -> HTMLResponse:
-    """Render a page or a `_partial`; besides `context` every template sees `path` and `theme`."""
-    page = environment().get_template(template).render(path=request.url.path, theme=theme_of(request), **context)
+def render(
+    request: Request, template: str, context: Mapping[str, Any], *, viewer: Identity | None = None, status_code: int = 200
+) -> HTMLResponse:
+    """Render a page or a `_partial`. Besides `context` every template sees `path` and `theme`; with login `viewer` and `csrf_token`."""
+    shared: dict[str, Any] = {"path": request.url.path, "theme": theme_of(request)}
+    if viewer is not None:
+        shared |= {"viewer": viewer, "csrf_token": viewer.csrf_token or ""}
+    page = environment().get_template(template).render(**shared, **context)
     return HTMLResponse(page, status_code=status_code, headers={"Cache-Control": "no-store"})
+
+
+def render_error_page(request: Request, problem: Problem) -> HTMLResponse:
+    """The page that shows an error which no other page shows in its own place."""
+    return render(request, "errors/error.html", {"problem": problem}, status_code=problem.status)

@@ -92,7 +92,7 @@ class LossCurve {
       height: 300,
       scales: { x: { time: false }, y: { range: (_, low, high) => LossCurve.range(low, high) } },
       axes: [
-        { ...axis, space: 70, values: (_, marks) => marks.map((mark) => (Number.isInteger(mark) ? mark.toLocaleString() : "")) },
+        { ...axis, size: 34, space: 70, values: (_, marks) => marks.map((mark) => (Number.isInteger(mark) ? mark.toLocaleString() : "")) },
         { ...axis, size: 56 },
       ],
       series: [

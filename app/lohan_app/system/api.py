@@ -1,12 +1,10 @@
-"""/api/v1/system; and at the root: health, readiness, the OpenAPI document and its page."""
+"""/api/v1/system; and at the root: health, readiness, the OpenAPI document (its page is in system.pages)."""
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse
 
 from lohan_app.auth.dependencies import CurrentUser, Reader
 from lohan_app.context import Context
@@ -41,10 +39,3 @@ def readyz(context: Context, response: Response) -> Readiness:
 def openapi(_: CurrentUser, request: Request) -> dict[str, Any]:
     document: dict[str, Any] = request.app.openapi()
     return document
-
-
-@root_router.get("/docs")
-def docs(_: CurrentUser) -> HTMLResponse:
-    """The API's page: Swagger UI from our own files, started by a script file because the content policy forbids inline ones."""
-    page = resources.files("lohan_app") / "web" / "templates" / "system" / "api_docs.html"
-    return HTMLResponse(page.read_text(encoding="utf-8"))
