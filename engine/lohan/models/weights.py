@@ -77,7 +77,7 @@ class WeightSource(ABC):
         if wrong:
             name = wrong[0]
             raise ModelError(
-                f"{len(wrong)} weights do not fit the configuration, first {name!r}: {list(self.shape(name))}, expected {list(wanted[name])}",
+                f"{len(wrong)} weights do not fit the configuration, {name!r} first: {list(self.shape(name))}, not {list(wanted[name])}",
                 place=self.place,
                 remedy="Use the config.json that belongs to these weights.",
             )
