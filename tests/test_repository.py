@@ -28,7 +28,8 @@ FORBIDDEN = {
     "an unresolved merge": r"^(?:<{7}|>{7}) ",
 }
 NEVER_TRACKED = {".so", ".pyc", ".o", ".a", ".safetensors", ".gguf", ".pkl", ".pt", ".sqlite3", ".log"}
-MAX_FILE_BYTES = 1024**2
+MAX_FILE_BYTES = 256 * 1024
+MAX_VENDORED_BYTES = 2 * 1024**2  # Swagger UI is 1.4 MB
 
 
 @cache
