@@ -130,7 +130,7 @@ def interrupted_attempts(session: Session, run_id: str) -> int:
 
 
 def _is_usable(event: Event) -> bool:
-    if not (0 < event.attempt <= INT32_MAX and 0 < event.seq <= INT32_MAX and 0 < len(event.type) <= 32):
+    if not (0 < event.attempt <= INT32_MAX and 0 < event.seq <= INT32_MAX and event.type.isidentifier() and len(event.type) <= 32):
         return False
     if not 0 <= event.time <= LATEST_UNIX_SECONDS:  # false for NaN too
         return False
@@ -152,7 +152,7 @@ def _summary(events: Sequence[Event]) -> dict[str, Any]:
                 columns |= {"step": 0, "loss": None, "first_loss": None, "last_loss": None, "eta_seconds": None, "phase_progress": None}
                 columns["total_steps"] = _integer(fields.get("total_steps"))
             case EventType.PHASE:
-                columns |= {"phase": str(fields.get("phase", ""))[:32], "phase_progress": _number(fields.get("progress"))}
+                columns |= {"phase": str(fields.get("phase", "")).replace("\0", "")[:32], "phase_progress": _number(fields.get("progress"))}
             case EventType.STEP:
                 columns |= {"step": _integer(fields.get("step")), "loss": _number(fields.get("loss"))}
                 columns |= {"total_steps": _integer(fields.get("total_steps")), "eta_seconds": _number(fields.get("eta_seconds"))}

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, cast
 
 from celery import Celery, Task
 from kombu.connection import Connection
@@ -17,9 +19,10 @@ from sqlalchemy import Engine
 
 from lohan_app.db import create_db_engine
 from lohan_app.settings import Settings, load_settings
-from lohan_app.worker.processes import FileLock
+from lohan_app.worker.processes import FileLock, python_module
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 IO_QUEUE, LAUNCH_QUEUE = "io", "launch"
 TASK_MODULES = ("lohan_app.datasets.tasks", "lohan_app.base_models.tasks", "lohan_app.runs.tasks")
@@ -85,6 +88,8 @@ def configuration(settings: Settings) -> dict[str, Any]:
         "worker_hijack_root_logger": False,
         "timezone": "UTC",
         "enable_utc": True,
+        # Ours: what `runs.launch` starts, with the run's id appended.
+        "supervisor_command": python_module("lohan_app.worker.supervisor"),
     }
 
 
@@ -114,8 +119,27 @@ class IdempotentTask(Task):  # type: ignore[misc]  # Celery publishes no types
             lock.remove()
 
 
-celery_app = Celery("lohan", task_cls=IdempotentTask)
+class WorkerApp(Celery):  # type: ignore[misc]  # Celery publishes no types
+    """Celery's application, found again by import in the children: Celery would rebuild it there without our settings."""
+
+    import_path = "lohan_app.worker.celery:celery_app"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _find_app, (self.import_path,)
+
+
+def _find_app(import_path: str) -> Any:
+    module, _, name = import_path.partition(":")
+    return getattr(import_module(module), name)
+
+
+celery_app = WorkerApp("lohan", task_cls=IdempotentTask)
 celery_app.add_defaults(lambda: configuration(worker_settings()))
+
+
+def task(name: str, **options: Any) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """`celery_app.task`, with the function's type kept."""
+    return cast("Callable[[Callable[P, None]], Callable[P, None]]", celery_app.task(name=name, **options))
 
 
 def task_lock(settings: Settings, name: str, *arguments: Any) -> Path:

