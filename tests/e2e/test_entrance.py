@@ -13,9 +13,7 @@ pytestmark = pytest.mark.browser
 PASSWORD = "seven unrelated words"
 
 
-def test_the_token_leaves_the_address_and_makes_the_administrator_once(
-    fresh_site: Site, open_page: Opener, complaints: Complaints
-) -> None:
+def test_the_token_leaves_the_address_and_makes_the_administrator_once(fresh_site: Site, open_page: Opener, complaints: Complaints) -> None:
     token = fresh_site.setup_token()
     page = open_page(fresh_site, f"/setup?token={token}")
     assert page.url == f"{fresh_site.url}/setup"
