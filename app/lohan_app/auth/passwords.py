@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from pwdlib import PasswordHash
 from pwdlib.exceptions import PwdlibError
@@ -20,7 +21,13 @@ MINIMUM_PASSWORD_CHARACTERS = 8
 # Far above any passphrase; a hash over megabytes would be a cheap way to keep the processor busy.
 MAXIMUM_PASSWORD_CHARACTERS = 256
 # The most used of the leaked passwords that are long enough to pass the length rule.
-COMMON_PASSWORDS = frozenset({"password", "password1", "password123", "passw0rd", "12345678", "123456789", "1234567890", "12341234", "11111111", "00000000", "87654321", "qwertyui", "qwertyuiop", "qwerty123", "1q2w3e4r", "1qaz2wsx", "asdfghjkl", "iloveyou", "sunshine", "princess", "football", "baseball", "superman", "trustno1", "letmein1", "welcome1", "abcd1234", "abc12345", "changeme", "administrator"})  # fmt: skip
+# fmt: off
+COMMON_PASSWORDS = frozenset({
+    "password", "password1", "password123", "passw0rd", "12345678", "123456789", "1234567890", "12341234", "11111111", "00000000",
+    "87654321", "qwertyui", "qwertyuiop", "qwerty123", "1q2w3e4r", "1qaz2wsx", "asdfghjkl", "iloveyou", "sunshine", "princess",
+    "football", "baseball", "superman", "trustno1", "letmein1", "welcome1", "abcd1234", "abc12345", "changeme", "administrator",
+})
+# fmt: on
 # A password field that no password matches: the account exists for its API keys alone.
 NO_PASSWORD = "!"  # noqa: S105 - the absence of a password
 
@@ -31,8 +38,6 @@ class PasswordHasher:
     def __init__(self) -> None:
         self._hash = PasswordHash.recommended()
         self._slots = threading.BoundedSemaphore(PARALLEL_HASHES)
-        # What the password of an unknown user is compared with, so that the reply takes as long as for a known one.
-        self._dummy = self._hash.hash("no user has this password")
 
     def hash(self, password: str) -> str:
         with _Slot(self._slots):
@@ -42,11 +47,18 @@ class PasswordHasher:
         """Whether `password` is the one behind `stored`; None (no such user) costs the same time and is never true."""
         usable = stored is not None and stored != NO_PASSWORD and len(password) <= MAXIMUM_PASSWORD_CHARACTERS
         with _Slot(self._slots):
+            dummy = _dummy_hash()
             try:
-                same = self._hash.verify(password[:MAXIMUM_PASSWORD_CHARACTERS], stored if usable and stored else self._dummy)
+                same = self._hash.verify(password[:MAXIMUM_PASSWORD_CHARACTERS], stored if usable and stored else dummy)
             except PwdlibError:
                 return False
         return usable and same
+
+
+@cache
+def _dummy_hash() -> str:
+    """What the password of an unknown user is compared with, so that the reply takes as long as for a known one."""
+    return PasswordHash.recommended().hash("no user has this password")
 
 
 class _Slot:
