@@ -6,9 +6,11 @@ docs/settings.md lists every setting; tests/test_docs.py holds the two together.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -16,6 +18,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from lohan.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "LOHAN_"
+UNIX_SOCKET_PATH_BYTES = 107  # sun_path holds 108 bytes with the closing NUL (unix(7))
 DATA_FOLDERS = ("db", "broker", "secrets", "uploads", "datasets", "models", "runs", "profiles", "cache", "backups", "trash", "logs")
 
 
@@ -98,14 +101,19 @@ class Settings(BaseSettings):
 
     @property
     def broker_socket(self) -> Path:
-        """Unix socket of the broker that `lohan up` starts."""
-        return self.data_dir / "broker" / "broker.sock"
+        """Unix socket of the broker that `lohan up` starts; in a short folder of its own where the data folder's path is too long."""
+        path = self.data_dir / "broker" / "broker.sock"
+        if len(os.fsencode(path)) <= UNIX_SOCKET_PATH_BYTES:
+            return path
+        digest = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:16]
+        # A fixed place: every process that shares the data folder has to find it, whatever its TMPDIR. `broker.prepare` checks its owner.
+        return Path(f"/tmp/lohan-{os.getuid()}-{digest}/broker.sock")  # noqa: S108
 
     @property
     def celery_broker_url(self) -> str:
         if self.broker_url is not None:
             return self.broker_url.get_secret_value()
-        return f"redis+socket://{self.broker_socket}"
+        return f"redis+socket://{quote(str(self.broker_socket))}"
 
     @property
     def state_folders(self) -> tuple[Path, ...]:

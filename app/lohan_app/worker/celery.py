@@ -84,8 +84,6 @@ def configuration(settings: Settings) -> dict[str, Any]:
         "task_routes": TASK_ROUTES,
         "include": list(TASK_MODULES),
         "worker_send_task_events": False,
-        # Log records go where our logging sends them.
-        "worker_hijack_root_logger": False,
         "timezone": "UTC",
         "enable_utc": True,
         # Ours: what `runs.launch` starts, with the run's id appended.

@@ -106,6 +106,8 @@ class TrainerNote:
 def start_supervisor(settings: Settings, run_id: str, command: Sequence[str]) -> None:
     """Start `command` and the run's id in a new session, orphaned at once, with its output in supervisor.log; returns when that is done.
 
+    It keeps our working folder: relative paths in the settings must mean the same to it.
+
     Raises:
         EngineError: it could not be started.
     """
@@ -114,7 +116,7 @@ def start_supervisor(settings: Settings, run_id: str, command: Sequence[str]) ->
     with files.supervisor_log.open("ab") as log:
         done = subprocess.run(
             command_with(["--detach"], [*command, run_id]),
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=files.folder, timeout=START_SECONDS, check=False,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=START_SECONDS, check=False,
         )  # fmt: skip
     if done.returncode != 0:
         raise EngineError(f"the supervisor of {run_id} did not start (exit code {done.returncode})", place=str(files.supervisor_log))

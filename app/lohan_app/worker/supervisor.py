@@ -159,7 +159,7 @@ class Supervisor:
             write_run_files(self._settings, run, weights_of(model), device=device)
             # Announced before it is started: an attempt is counted once, and none is ever started under a number that was used.
             if run.state is RunState.STARTING and not self._fire(
-                Trigger.TRAINER_STARTED, attempt=attempt, state_reason="", started_at=run.started_at or now()
+                Trigger.TRAINER_STARTED, attempt=attempt, started_at=run.started_at or now()
             ):
                 return None
             trainer = Trainer.start(self._files, attempt=attempt, device=device, command=self._trainer_command)

@@ -1,0 +1,197 @@
+"""Makes the world agree with the database: starts queued runs, revives supervisors, sends lost tasks again.
+
+The broker's messages are wake-ups. This loop looks at the rows, at who holds which lock, and does what nobody else has done. One
+reconciler acts at a time per data folder; the others wait for its lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import Engine, select
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from lohan.errors import LohanError
+from lohan_app.db import read_transaction, write_transaction
+from lohan_app.entities import BaseModel, BaseModelState, Dataset, DatasetState, Run, RunState, Wanted
+from lohan_app.entities.base import now
+from lohan_app.runs import repository
+from lohan_app.runs.states import ACTIVE_STATES, WAITING_STATES, Trigger
+from lohan_app.settings import Settings
+from lohan_app.worker.celery import send, task_lock
+from lohan_app.worker.launcher import RunFiles, start_supervisor
+from lohan_app.worker.processes import FileLock, holder_of, is_held
+from lohan_app.worker.reservations import Machine, Reservation, fit, look_at_machine, need_of
+from lohan_app.worker.run_files import free_states
+from lohan_app.worker.verdict import START_AGAIN
+
+logger = logging.getLogger(__name__)
+
+LAUNCH_PATIENCE_SECONDS = 10.0
+"""From the launch message to the supervisor's lock: a worker's turn and two seconds of imports, on a busy machine."""
+RESEND_AFTER_SECONDS = 30.0
+"""A task's message is taken for lost when its row is this old, not done, and nobody works on it."""
+LONGEST_PATIENCE_SECONDS = 300.0
+
+
+@dataclass(slots=True)
+class _Patience:
+    """How often something was tried, and when it may be tried again: the wait doubles, so that a lasting fault costs little."""
+
+    first_seconds: float
+    tries: int = 0
+    next_at: float = 0.0
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self.next_at
+
+    def note_try(self) -> None:
+        self.next_at = time.monotonic() + min(self.first_seconds * 2**self.tries, LONGEST_PATIENCE_SECONDS)
+        self.tries += 1
+
+
+class Reconciler:
+    """Call `tick` every few seconds; what it remembers between two calls is only how patient to be."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        *,
+        supervisor_command: Sequence[str],
+        look: Callable[[Settings], Machine] = look_at_machine,
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._supervisor_command = supervisor_command
+        self._look = look
+        self._lock = FileLock(settings.data_dir / "reconciler.lock")
+        self._is_acting = False
+        self._launches: dict[str, _Patience] = {}
+        self._tasks: dict[tuple[str, str], _Patience] = {}
+
+    def tick(self) -> None:
+        """Do what is to be done now. Faults are logged and met again at the next call: the loop has to outlive them."""
+        if not self._is_acting:
+            self._is_acting = self._lock.try_acquire()
+            if not self._is_acting:
+                return
+        for work in (self._cancel_waiting, self._start_queued, self._revive_supervisors, self._send_again):
+            try:
+                work()
+            except DBAPIError as error:
+                logger.warning("the database does not answer: %s", error.orig)
+                return
+            except (LohanError, OSError):
+                logger.exception("the reconciler could not finish a step")
+
+    def close(self) -> None:
+        self._lock.release()
+
+    # ------------------------------------------------------------ runs
+    def _cancel_waiting(self) -> None:
+        """Runs without a supervisor have nobody else who could cancel them."""
+        with read_transaction(self._engine) as session:
+            waiting = [run.id for run in repository.runs_in(session, WAITING_STATES) if run.wanted is Wanted.CANCEL]
+        for run_id in waiting:
+            with write_transaction(self._engine) as session:
+                cancelled = repository.fire(session, run_id, Trigger.REQUEST_CANCEL, state_reason="")
+            if cancelled:
+                logger.info("%s: cancelled before it started", run_id)
+                free_states(self._settings, run_id)
+
+    def _start_queued(self) -> None:
+        """Give out reservations, oldest run first; a run that does not fit lets younger ones pass and says what it waits for."""
+        with read_transaction(self._engine) as session:
+            queued = repository.runs_in(session, [RunState.QUEUED])
+            active = list(repository.runs_in(session, ACTIVE_STATES))
+        if not queued:
+            return
+        machine = self._look(self._settings)
+        for run in queued:
+            if run.wanted is not Wanted.RUN:
+                continue
+            answer = self._answer(run, machine, active)
+            if isinstance(answer, str):
+                if answer != run.state_reason:
+                    with write_transaction(self._engine) as session:
+                        repository.explain(session, run.id, state=RunState.QUEUED, reason=answer)
+                continue
+            claimed = self._claim(run, answer)
+            if claimed is not None:
+                active.append(claimed)
+
+    def _answer(self, run: Run, machine: Machine, active: Sequence[Run]) -> Reservation | str:
+        if run.prepared_at is None:
+            return run.state_reason or "Its rows are being prepared."
+        lock = RunFiles(self._settings.run_folder(run.id)).trainer_lock
+        if is_held(lock):
+            return f"Waits for process {holder_of(lock) or '(unknown)'}, which trains in this run's folder."
+        return fit(need_of(run), machine, active)
+
+    def _claim(self, run: Run, reservation: Reservation) -> Run | None:
+        # Why an earlier attempt ended stays readable while the next one runs.
+        reason = run.state_reason if START_AGAIN in run.state_reason else ""
+        with write_transaction(self._engine) as session:
+            if repository.fire(session, run.id, Trigger.CLAIM, state_reason=reason, **reservation.columns()) is None:
+                return None
+            claimed = repository.get_run(session, run.id)
+        logger.info("%s: claimed, with %s", run.id, ", ".join(reservation.devices))
+        self._launches[run.id] = _Patience(LAUNCH_PATIENCE_SECONDS)
+        self._launch(run.id)
+        return claimed
+
+    def _revive_supervisors(self) -> None:
+        """An active run whose supervisor's lock is free has lost its supervisor: alive means holding the lock."""
+        with read_transaction(self._engine) as session:
+            active = [run.id for run in repository.runs_in(session, ACTIVE_STATES)]
+        for run_id in active:
+            if is_held(RunFiles(self._settings.run_folder(run_id)).supervisor_lock):
+                self._launches.pop(run_id, None)
+            elif self._launches.setdefault(run_id, _Patience(LAUNCH_PATIENCE_SECONDS)).is_due():
+                logger.info("%s: has no supervisor", run_id)
+                self._launch(run_id)
+        for run_id in self._launches.keys() - set(active):
+            del self._launches[run_id]
+
+    def _launch(self, run_id: str) -> None:
+        """Through the queue first; directly where the broker does not take the message, or nothing came of it."""
+        patience = self._launches[run_id]
+        patience.note_try()
+        if patience.tries == 1 and send("runs.launch", run_id, settings=self._settings):
+            return
+        start_supervisor(self._settings, run_id, self._supervisor_command)
+
+    # ------------------------------------------------------------ tasks
+    def _send_again(self) -> None:
+        """Tasks whose message, or whose worker, was lost: the row still waits, and nobody holds the task's lock."""
+        before = now() - timedelta(seconds=RESEND_AFTER_SECONDS)
+        with read_transaction(self._engine) as session:
+            waiting = set(_unfinished_tasks(session, before))
+        for key in waiting:
+            name, row_id = key
+            patience = self._tasks.setdefault(key, _Patience(RESEND_AFTER_SECONDS))
+            if is_held(task_lock(self._settings, name, row_id)) or not patience.is_due():
+                continue
+            patience.note_try()
+            logger.info("%s(%s) was not done; sent again", name, row_id)
+            send(name, row_id, settings=self._settings)
+        for key in self._tasks.keys() - waiting:
+            del self._tasks[key]
+
+
+def _unfinished_tasks(session: Session, before: datetime) -> Iterator[tuple[str, str]]:
+    """(task name, row id) of rows made before `before` that still wait for their task."""
+    datasets = select(Dataset.id).where(Dataset.state == DatasetState.VALIDATING, Dataset.created_at < before, Dataset.deleted_at.is_(None))
+    models = select(BaseModel.id).where(
+        BaseModel.state == BaseModelState.INSPECTING, BaseModel.created_at < before, BaseModel.deleted_at.is_(None)
+    )
+    runs = select(Run.id).where(Run.state == RunState.QUEUED, Run.prepared_at.is_(None), Run.created_at < before)
+    for name, statement in (("datasets.validate", datasets), ("base_models.inspect", models), ("runs.prepare", runs)):
+        for row_id in session.scalars(statement):
+            yield name, row_id
