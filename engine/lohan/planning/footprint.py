@@ -1,0 +1,167 @@
+"""What a run allocates where, item by item, from the engine's own allocations (`lohan.streaming`, `lohan.states`). Pure arithmetic.
+
+What cannot be computed (libraries, fragmentation) is a named reserve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lohan.config import Precision
+from lohan.planning.plan import PlanItem
+from lohan.planning.workload import UnitKind, Workload
+from lohan.units import GIB, MIB, format_count
+
+PARAMETER_SLOTS = 3
+"""One computed with, one being filled, one still in use by queued work."""
+CHUNK_PARAMETERS = 32 * MIB
+"""Elements; the grain of state I/O and of the optimizer."""
+CHUNKS_IN_FLIGHT = 3
+"""One being read, one being updated, one being written."""
+HOST_GRADIENT_BUFFERS = 3
+"""One arriving, one waiting, one being read by the optimizer."""
+HOST_STAGING_BUFFERS = 2
+"""Page-locked: one read into while the other is copied to the GPU."""
+LOSS_CHUNK_LOGITS = 32 * MIB
+"""Elements; the loss is computed over chunks of tokens of about this many logits."""
+LOSS_BYTES_PER_LOGIT = 16
+"""Working copy, fp32 copy, softmax and gradient of one logit."""
+GPU_RESERVE_BYTES = 3 * GIB // 2
+"""CUDA's context, cuBLAS workspaces, and the allocator's fragmentation: a 24 GiB card is planned as 22.5 GiB."""
+CPU_BASE_BYTES = 1 * GIB
+"""Python, torch and transformers; measured 0.4 GiB before the model is built, and the allocator's slack while it trains."""
+GPU_PROCESS_BASE_BYTES = 3 * GIB
+"""The same with CUDA's libraries loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the formulas are made of; element counts."""
+
+    parameters: int
+    largest_unit: int
+    largest_block: int
+    blocks: int
+    open_gradients: int
+    hidden: int
+    vocabulary: int
+    saved_per_token: int
+    itemsize: int
+
+
+def measure(workload: Workload, precision: Precision) -> Sizes:
+    """The sizes of `workload` in the precision it is trained in."""
+    blocks = [unit.parameters for unit in workload.units if unit.kind is UnitKind.BLOCK]
+    largest, largest_block = max(unit.parameters for unit in workload.units), max(blocks)
+    return Sizes(
+        parameters=workload.parameters,
+        largest_unit=largest,
+        largest_block=largest_block,
+        blocks=len(blocks),
+        # A tied embedding collects gradients from the head at the start of the backward to the embedding at its end.
+        open_gradients=largest + largest_block if workload.tied_embeddings else largest,
+        hidden=workload.hidden_size,
+        vocabulary=workload.vocabulary_size,
+        saved_per_token=workload.block_saved_elements_per_token,
+        itemsize=2 if precision is Precision.BF16 else 4,
+    )
+
+
+def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int) -> tuple[PlanItem, ...]:
+    """What lies on the device: a GPU's memory, or RAM where the CPU computes."""
+    item = sizes.itemsize
+    unit, width = format_count(sizes.largest_unit), f"{item} B"
+    micro_tokens = micro_batch * length
+    # The loss takes whole tokens: at least one, at most all of the batch.
+    loss_tokens = min(batch * length, max(1, LOSS_CHUNK_LOGITS // sizes.vocabulary))
+    return (
+        PlanItem(
+            name="parameter slots",
+            bytes=PARAMETER_SLOTS * sizes.largest_unit * item,
+            formula=f"{PARAMETER_SLOTS} slots x {unit} parameters of the largest unit x {width}",
+        ),
+        PlanItem(
+            name="unit gradient buffers",
+            bytes=4 * sizes.open_gradients,
+            formula=f"{format_count(sizes.open_gradients)} parameters of the units open at once x 4 B (fp32 sums)",
+        ),
+        PlanItem(
+            name="gradients of a region",
+            bytes=2 * sizes.largest_unit * item,
+            formula=f"2 x {unit} parameters of the largest unit x {width} (computed, and on their way out)",
+        ),
+        PlanItem(
+            name="boundary activations",
+            bytes=batch * length * sizes.hidden * (sizes.blocks + 1) * item,
+            formula=f"{batch} rows x {length} tokens x {sizes.hidden} hidden x {sizes.blocks + 1} boundaries x {width}",
+        ),
+        PlanItem(
+            name="joining of micro-batches",
+            bytes=4 * batch * length * sizes.hidden * item,
+            formula=f"4 x {batch} rows x {length} tokens x {sizes.hidden} hidden x {width} (outputs and their gradients)",
+        ),
+        PlanItem(
+            name="block working set",
+            bytes=micro_tokens * sizes.saved_per_token * item,
+            formula=f"{micro_batch} rows x {length} tokens x {sizes.saved_per_token} saved elements a token x {width}",
+        ),
+        PlanItem(
+            name="loss head chunk",
+            bytes=loss_tokens * sizes.vocabulary * LOSS_BYTES_PER_LOGIT,
+            formula=f"{loss_tokens} tokens x {sizes.vocabulary} vocabulary x {LOSS_BYTES_PER_LOGIT} B",
+        ),
+    )
+
+
+def host_items(sizes: Sizes, precision: Precision, *, on_gpu: bool) -> tuple[PlanItem, ...]:
+    """What lies in host memory whatever the device."""
+    item, unit = sizes.itemsize, format_count(sizes.largest_unit)
+    chunk = min(CHUNK_PARAMETERS, sizes.largest_unit)
+    state_bytes = 14 if precision is Precision.BF16 else 12
+    items = [
+        PlanItem(
+            name="host gradient buffers",
+            bytes=HOST_GRADIENT_BUFFERS * sizes.largest_unit * item,
+            formula=f"{HOST_GRADIENT_BUFFERS} buffers x {unit} parameters x {item} B",
+        ),
+        PlanItem(
+            name="optimizer staging",
+            bytes=CHUNKS_IN_FLIGHT * chunk * state_bytes,
+            formula=f"{CHUNKS_IN_FLIGHT} chunks in flight x {format_count(chunk)} parameters x {state_bytes} B of states",
+        ),
+        PlanItem(
+            name="process base",
+            bytes=GPU_PROCESS_BASE_BYTES if on_gpu else CPU_BASE_BYTES,
+            formula="Python, torch and transformers" + (" with CUDA's libraries" if on_gpu else ""),
+        ),
+    ]
+    if on_gpu:
+        staging = PlanItem(
+            name="host staging",
+            bytes=HOST_STAGING_BUFFERS * sizes.largest_unit * item,
+            formula=f"{HOST_STAGING_BUFFERS} page-locked buffers x {unit} parameters x {item} B",
+        )
+        items.insert(0, staging)
+    return tuple(items)
+
+
+def state_items(sizes: Sizes, precision: Precision) -> tuple[PlanItem, ...]:
+    """What lies on the drives."""
+    parameters = format_count(sizes.parameters)
+    items = [
+        PlanItem(name="master weights", bytes=4 * sizes.parameters, formula=f"{parameters} parameters x 4 B"),
+        PlanItem(name="moments", bytes=8 * sizes.parameters, formula=f"{parameters} parameters x 2 moments x 4 B"),
+    ]
+    if precision is Precision.BF16:
+        items.append(PlanItem(name="working copy", bytes=2 * sizes.parameters, formula=f"{parameters} parameters x 2 B"))
+    items.append(
+        PlanItem(name="exported model", bytes=sizes.itemsize * sizes.parameters, formula=f"{parameters} parameters x {sizes.itemsize} B")
+    )
+    return tuple(items)
+
+
+def ssd_bytes_per_step(sizes: Sizes, precision: Precision) -> int:
+    """Weights are read once per pass, and the optimizer reads and writes all states."""
+    passes = 2 * sizes.itemsize
+    updates = 24 + (2 if precision is Precision.BF16 else 0)
+    return (passes + updates) * sizes.parameters

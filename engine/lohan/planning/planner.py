@@ -1,0 +1,191 @@
+"""Divides a run's bytes over GPU memory, RAM and SSD, before anything is loaded. Pure arithmetic: no torch, milliseconds.
+
+In this version every block's inner activations are recomputed, all states lie on SSD, and the one thing to choose is the micro-batch:
+the largest that fits. The figures come from `lohan.planning.footprint`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+
+from lohan.config import EngineSection, Precision, TrainingSection
+from lohan.errors import CapacityError, ConfigError
+from lohan.hardware.probe import GpuFacts, HardwareFacts
+from lohan.planning.footprint import (
+    GPU_RESERVE_BYTES,
+    PARAMETER_SLOTS,
+    Sizes,
+    device_items,
+    host_items,
+    measure,
+    ssd_bytes_per_step,
+    state_items,
+)
+from lohan.planning.plan import Plan, PlanItem, Tier, TierPlan
+from lohan.planning.workload import Workload
+from lohan.units import GIB, format_bytes
+
+RAM_RESERVE_BYTES = 1 * GIB
+"""Left to the operating system."""
+SSD_RESERVE_BYTES = 1 * GIB
+"""Left on every drive."""
+
+
+def make_plan(workload: Workload, *, model_name: str, training: TrainingSection, engine: EngineSection, hardware: HardwareFacts) -> Plan:
+    """The memory split of a run on `hardware`.
+
+    The state directories are `hardware.state_directories`; free memory and space are taken as probed.
+
+    Raises:
+        ConfigError: the sequence is longer than the model's context, or there is no such device.
+        CapacityError: a tier has too little; need, have, and the nearest setting that fits.
+    """
+    if training.sequence_length > workload.context_length:
+        raise ConfigError(
+            f"training.sequence_length is {training.sequence_length}, but the model's context is {workload.context_length} tokens",
+            place="training.sequence_length",
+            remedy=f"Use at most {workload.context_length}.",
+        )
+    gpu = _choose_gpu(engine, hardware)
+    sizes = measure(workload, training.precision)
+    micro_batch = _choose_micro_batch(sizes, training, engine, hardware, gpu)
+    gpu_plan, ram_plan = _memory(sizes, training, engine, hardware, gpu, micro_batch)
+    ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=_ssd_capacity(hardware), items=state_items(sizes, training.precision))
+    if ssd_plan.used_bytes > ssd_plan.capacity_bytes:
+        raise _capacity_error("SSD space", ssd_plan, "Free space, or add a drive to the state directories.")
+    notes = [_micro_batch_note(engine, training, micro_batch)]
+    if training.precision is Precision.BF16:
+        notes.append("Master weights and moments are fp32; the device computes with a bf16 copy of the weights.")
+    return Plan(
+        model=model_name,
+        parameters=workload.parameters,
+        workload_digest=workload.digest,
+        settings_digest=hashlib.sha256((training.model_dump_json() + engine.model_dump_json()).encode()).hexdigest(),
+        hardware_digest=hardware.digest,
+        device=gpu.uuid if gpu is not None else (engine.device if engine.device.startswith("cpu") else "cpu"),
+        precision=str(training.precision),
+        batch_size=training.batch_size,
+        micro_batch_size=micro_batch,
+        sequence_length=training.sequence_length,
+        slots=PARAMETER_SLOTS,
+        tiers=(gpu_plan, ram_plan, ssd_plan),
+        ssd_bytes_per_step=ssd_bytes_per_step(sizes, training.precision),
+        notes=tuple(notes),
+    )
+
+
+def _choose_gpu(engine: EngineSection, hardware: HardwareFacts) -> GpuFacts | None:
+    """The GPU a run uses; None for the CPU."""
+    if engine.device.startswith("cpu") or (engine.device == "auto" and not hardware.gpus):
+        return None
+    index = 0 if engine.device in ("auto", "cuda") else None
+    if engine.device.startswith("cuda:"):
+        index = int(engine.device.partition(":")[2])
+    for position, gpu in enumerate(hardware.gpus):
+        if position == index or gpu.uuid == engine.device:
+            return gpu
+    there = ", ".join(gpu.uuid for gpu in hardware.gpus) or "none"
+    raise ConfigError(
+        f"engine.device is {engine.device!r}; usable GPUs: {there}", place="engine.device", remedy="Use auto, cpu, or one of these."
+    )
+
+
+def _choose_micro_batch(
+    sizes: Sizes, training: TrainingSection, engine: EngineSection, hardware: HardwareFacts, gpu: GpuFacts | None
+) -> int:
+    """The micro-batch that was asked for, or the largest that fits."""
+
+    def shortage(micro_batch: int, batch_size: int, sequence_length: int) -> TierPlan | None:
+        changed = training.model_copy(update={"batch_size": batch_size, "sequence_length": sequence_length})
+        plans = _memory(sizes, changed, engine, hardware, gpu, micro_batch)
+        return next((plan for plan in plans if plan.used_bytes > plan.capacity_bytes), None)
+
+    def largest_micro_batch(batch_size: int, sequence_length: int) -> int:
+        return _largest(batch_size, lambda micro_batch: shortage(micro_batch, batch_size, sequence_length) is None)
+
+    batch, length = training.batch_size, training.sequence_length
+    fitting = largest_micro_batch(batch, length)
+    asked = engine.micro_batch_size or fitting
+    if 1 <= asked <= fitting:
+        return asked
+    short = shortage(max(1, asked), batch, length)
+    assert short is not None, "what does not fit has a shortage"
+    name = "GPU memory" if short.tier is Tier.GPU else "host memory"
+    if fitting:
+        raise _capacity_error(name, short, f"engine.micro_batch_size = {fitting} fits; leaving it out chooses by itself.")
+    fitting_length = _largest(length, lambda shorter: shortage(1, batch, shorter) is None)
+    fitting_batch = _largest(batch, lambda smaller: shortage(1, smaller, length) is None)
+    nearest = []
+    if fitting_batch:
+        nearest.append(f"training.batch_size = {fitting_batch}")
+    if fitting_length >= 8:
+        nearest.append(f"training.sequence_length = {fitting_length}")
+    if nearest:
+        raise _capacity_error(name, short, f"{' or '.join(nearest)} fits, with one row at a time through a block.")
+    least = shortage(1, 1, 8)
+    least_bytes = least.used_bytes if least is not None else short.used_bytes
+    where = "a GPU with" if short.tier is Tier.GPU else "free host memory of"
+    raise _capacity_error(name, short, f"Even one row of 8 tokens needs {where} {format_bytes(least_bytes)}; use a smaller model.")
+
+
+def _largest(upper: int, fits: Callable[[int], bool]) -> int:
+    """The largest number of 1..upper that fits, where smaller ones need less; 0 if none does."""
+    low, high = 0, upper
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _memory(
+    sizes: Sizes, training: TrainingSection, engine: EngineSection, hardware: HardwareFacts, gpu: GpuFacts | None, micro_batch: int
+) -> tuple[TierPlan, TierPlan]:
+    """The GPU's and the host's plan; on the CPU the device's items are the host's."""
+    on_device = device_items(sizes, training.batch_size, training.sequence_length, micro_batch)
+    on_host = host_items(sizes, training.precision, on_gpu=gpu is not None)
+    host_bytes = max(0, hardware.ram.free_bytes - RAM_RESERVE_BYTES)
+    if engine.host_memory_bytes is not None:
+        host_bytes = min(host_bytes, engine.host_memory_bytes)
+    if gpu is None:
+        return (
+            TierPlan(tier=Tier.GPU, capacity_bytes=0, items=()),
+            TierPlan(tier=Tier.RAM, capacity_bytes=host_bytes, items=(*on_device, *on_host)),
+        )
+    reserve = PlanItem(
+        name="non-torch reserve", bytes=GPU_RESERVE_BYTES, formula="CUDA context, library workspaces, allocator fragmentation"
+    )
+    gpu_bytes = min(gpu.free_bytes, engine.gpu_memory_bytes or gpu.free_bytes)
+    return (
+        TierPlan(tier=Tier.GPU, capacity_bytes=gpu_bytes, items=(*on_device, reserve)),
+        TierPlan(tier=Tier.RAM, capacity_bytes=host_bytes, items=on_host),
+    )
+
+
+def _ssd_capacity(hardware: HardwareFacts) -> int:
+    """What can be spread evenly over the directories: the scarcest drive decides; directories on one drive share it."""
+    directories = hardware.state_directories
+    per_drive = Counter(directory.drive for directory in directories)
+    room = [max(0, directory.free_bytes - SSD_RESERVE_BYTES) * len(directories) // per_drive[directory.drive] for directory in directories]
+    return min(room, default=0)
+
+
+def _micro_batch_note(engine: EngineSection, training: TrainingSection, micro_batch: int) -> str:
+    if engine.micro_batch_size is not None:
+        return f"A micro-batch of {micro_batch} was asked for."
+    if micro_batch == training.batch_size:
+        return "The whole batch runs through a block at once."
+    return f"A micro-batch of {micro_batch} is the largest that fits."
+
+
+def _capacity_error(name: str, plan: TierPlan, remedy: str) -> CapacityError:
+    largest = max(plan.items, key=lambda item: item.bytes)
+    return CapacityError(
+        f"the run needs {format_bytes(plan.used_bytes)}, {format_bytes(plan.capacity_bytes)} may be used;"
+        f" most of it is {largest.name} ({format_bytes(largest.bytes)})",
+        need_bytes=plan.used_bytes,
+        have_bytes=plan.capacity_bytes,
+        place=name,
+        remedy=remedy,
+    )

@@ -1,0 +1,246 @@
+"""The planner's arithmetic, its choice of the micro-batch, and what it says when something does not fit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lohan.config import EngineSection, Precision, TrainingSection
+from lohan.errors import CapacityError, ConfigError
+from lohan.hardware.probe import CpuFacts, GpuFacts, HardwareFacts, RamFacts, StateDirectoryFacts, probe
+from lohan.planning.plan import Plan, Tier
+from lohan.planning.planner import make_plan
+from lohan.planning.workload import UnitKind, UnitWorkload, Workload
+from lohan.units import GIB
+
+
+def llama(*, hidden: int = 4096, blocks: int = 32, tied: bool = False) -> Workload:
+    """About the sizes of a Llama 7B."""
+    block = 12 * hidden * hidden
+    units = [UnitWorkload(name="embedding", kind=UnitKind.EMBEDDING, parameters=32000 * hidden)]
+    units += [UnitWorkload(name=f"layers.{index}", kind=UnitKind.BLOCK, parameters=block) for index in range(blocks)]
+    units.append(UnitWorkload(name="head", kind=UnitKind.HEAD, parameters=hidden if tied else 32001 * hidden))
+    return Workload(
+        architecture="llama",
+        units=tuple(units),
+        hidden_size=hidden,
+        vocabulary_size=32000,
+        context_length=4096,
+        tied_embeddings=tied,
+        block_saved_elements_per_token=20 * hidden,
+    )
+
+
+def machine(*, gpu_gib: float | None = 24, ram_gib: float = 128, ssd_gib: float = 2000, drives: tuple[str, ...] = ("a",)) -> HardwareFacts:
+    size = int((gpu_gib or 0) * GIB)
+    gpu = GpuFacts(uuid="GPU-0a", index=0, name="RTX 4090", total_bytes=size, free_bytes=size)
+    return HardwareFacts(
+        cpu=CpuFacts(name="cpu", cores=16, usable_cores=16),
+        ram=RamFacts(total_bytes=int(ram_gib * GIB), free_bytes=int(ram_gib * GIB)),
+        gpus=() if gpu_gib is None else (gpu, gpu.model_copy(update={"uuid": "GPU-0b", "index": 1})),
+        state_directories=tuple(
+            StateDirectoryFacts(
+                path=f"/states/{index}",
+                filesystem="ext4",
+                drive=drive,
+                total_bytes=int(ssd_gib * GIB),
+                free_bytes=int(ssd_gib * GIB),
+                direct_io=True,
+            )
+            for index, drive in enumerate(drives)
+        ),
+    )
+
+
+def plan_of(
+    workload: Workload | None = None, *, hardware: HardwareFacts | None = None, engine: EngineSection | None = None, **training
+) -> Plan:
+    settings = TrainingSection(**({"batch_size": 16, "sequence_length": 1024} | training))
+    return make_plan(
+        workload or llama(), model_name="llama-7b", training=settings, engine=engine or EngineSection(), hardware=hardware or machine()
+    )
+
+
+def items(plan: Plan, tier: Tier) -> dict[str, int]:
+    return {item.name: item.bytes for item in plan.tier(tier).items}
+
+
+def test_bytes_of_a_7b_model_on_a_gpu():
+    workload = llama()
+    plan = plan_of(workload)
+    largest, tokens = 12 * 4096 * 4096, 16 * 1024
+    gpu = items(plan, Tier.GPU)
+    assert gpu["parameter slots"] == 3 * largest * 2
+    assert gpu["unit gradient buffers"] == 4 * largest
+    assert gpu["boundary activations"] == tokens * 4096 * 33 * 2
+    assert gpu["block working set"] == plan.micro_batch_size * 1024 * 20 * 4096 * 2
+    assert gpu["loss head chunk"] == (32 * 1024**2 // 32000) * 32000 * 16
+    assert gpu["non-torch reserve"] == 3 * GIB // 2
+    assert items(plan, Tier.SSD) == {
+        "master weights": 4 * workload.parameters,
+        "moments": 8 * workload.parameters,
+        "working copy": 2 * workload.parameters,
+        "exported model": 2 * workload.parameters,
+    }
+    assert plan.ssd_bytes_per_step == 30 * workload.parameters
+    assert plan.device == "GPU-0a"
+    assert (plan.parameters, plan.slots, plan.durability) == (workload.parameters, 3, "none")
+    assert all(tier.used_bytes <= tier.capacity_bytes for tier in plan.tiers)
+
+
+def test_items_print_how_they_come_about():
+    plan = plan_of()
+    slots = next(item for item in plan.tier(Tier.GPU).items if item.name == "parameter slots")
+    assert slots.formula == "3 slots x 201.3 M parameters of the largest unit x 2 B"
+    assert all(item.formula for tier in plan.tiers for item in tier.items)
+
+
+def test_plan_is_json_and_comes_back():
+    plan = plan_of()
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_fp32_doubles_the_device_and_has_no_working_copy():
+    bf16, fp32 = plan_of(batch_size=1), plan_of(batch_size=1, precision=Precision.FP32)
+    assert items(fp32, Tier.GPU)["parameter slots"] == 2 * items(bf16, Tier.GPU)["parameter slots"]
+    assert items(fp32, Tier.GPU)["unit gradient buffers"] == items(bf16, Tier.GPU)["unit gradient buffers"]
+    assert "working copy" not in items(fp32, Tier.SSD)
+
+
+def test_tied_embedding_keeps_its_gradients_open():
+    tied, untied = llama(tied=True), llama()
+    difference = items(plan_of(tied), Tier.GPU)["unit gradient buffers"] - items(plan_of(untied), Tier.GPU)["unit gradient buffers"]
+    assert difference == 4 * 12 * 4096 * 4096
+
+
+def test_micro_batch_is_the_largest_that_fits():
+    assert plan_of(hardware=machine(gpu_gib=80)).micro_batch_size == 16
+    plan = plan_of(hardware=machine(gpu_gib=10))
+    assert 1 <= plan.micro_batch_size < 16
+    # One more row would not fit.
+    used = plan.tier(Tier.GPU).used_bytes + 1024 * 20 * 4096 * 2
+    assert plan.tier(Tier.GPU).used_bytes <= 10 * GIB < used
+
+
+def test_micro_batch_need_not_divide_the_batch():
+    sizes = {plan_of(hardware=machine(gpu_gib=10 + quarter / 4)).micro_batch_size for quarter in range(20)}
+    assert any(16 % size for size in sizes)
+
+
+def test_micro_batch_that_was_asked_for_is_kept_or_refused():
+    assert plan_of(engine=EngineSection(micro_batch_size=3)).micro_batch_size == 3
+    fitting = plan_of(hardware=machine(gpu_gib=10)).micro_batch_size
+    with pytest.raises(CapacityError) as caught:
+        plan_of(hardware=machine(gpu_gib=10), engine=EngineSection(micro_batch_size=16))
+    assert caught.value.place == "GPU memory"
+    assert f"engine.micro_batch_size = {fitting} fits" in caught.value.remedy
+    assert caught.value.need_bytes > caught.value.have_bytes == 10 * GIB
+
+
+@pytest.mark.parametrize("hardware", [machine(gpu_gib=7), machine(gpu_gib=None, ram_gib=12)])
+def test_batch_that_cannot_fit_names_batch_and_length_that_do(hardware):
+    with pytest.raises(CapacityError) as caught:
+        plan_of(hardware=hardware, batch_size=512, sequence_length=4096)
+    match = re.fullmatch(
+        r"training.batch_size = (\d+) or training.sequence_length = (\d+) fits, with one row at a time through a block\.",
+        caught.value.remedy,
+    )
+    assert match is not None
+    batch, length = int(match[1]), int(match[2])
+    assert plan_of(hardware=hardware, batch_size=batch, sequence_length=4096).micro_batch_size >= 1
+    assert plan_of(hardware=hardware, batch_size=512, sequence_length=length).micro_batch_size >= 1
+    for too_much in ({"batch_size": batch + 1, "sequence_length": 4096}, {"batch_size": 512, "sequence_length": length + 1}):
+        with pytest.raises(CapacityError):
+            plan_of(hardware=hardware, **too_much)
+
+
+def test_machine_too_small_for_the_model_at_all():
+    with pytest.raises(CapacityError, match="GPU memory: the run needs") as caught:
+        plan_of(hardware=machine(gpu_gib=4))
+    assert "a GPU with" in caught.value.remedy
+    with pytest.raises(CapacityError, match="host memory: the run needs") as caught:
+        plan_of(hardware=machine(ram_gib=4))
+    assert "free host memory of" in caught.value.remedy
+
+
+def test_states_that_do_not_fit_on_the_drives():
+    with pytest.raises(CapacityError, match="SSD space: the run needs") as caught:
+        plan_of(hardware=machine(ssd_gib=50))
+    assert caught.value.have_bytes == 49 * GIB
+    with pytest.raises(CapacityError):
+        plan_of(hardware=machine(drives=()))
+
+
+def test_space_of_drives_adds_up_and_directories_on_one_drive_share_it():
+    assert plan_of(hardware=machine(ssd_gib=101)).tier(Tier.SSD).capacity_bytes == 100 * GIB
+    assert plan_of(hardware=machine(ssd_gib=101, drives=("a", "b"))).tier(Tier.SSD).capacity_bytes == 200 * GIB
+    assert plan_of(hardware=machine(ssd_gib=201, drives=("a", "a"))).tier(Tier.SSD).capacity_bytes == 200 * GIB
+    assert plan_of(hardware=machine(ssd_gib=101, drives=("a", "a", "b"))).tier(Tier.SSD).capacity_bytes == 150 * GIB
+
+
+def test_cpu_run_has_the_device_items_in_ram():
+    for hardware, engine in ((machine(gpu_gib=None), EngineSection()), (machine(), EngineSection(device="cpu"))):
+        plan = plan_of(hardware=hardware, engine=engine)
+        assert plan.device == "cpu"
+        assert plan.tier(Tier.GPU).items == ()
+        assert {"parameter slots", "block working set", "optimizer staging", "process base"} <= items(plan, Tier.RAM).keys()
+        assert "non-torch reserve" not in items(plan, Tier.RAM)
+
+
+def test_caps_bound_what_a_run_may_use():
+    engine = EngineSection(gpu_memory_bytes=10 * GIB, host_memory_bytes=20 * GIB)
+    plan = plan_of(engine=engine)
+    assert plan.tier(Tier.GPU).capacity_bytes == 10 * GIB
+    assert plan.tier(Tier.RAM).capacity_bytes == 20 * GIB
+    assert plan_of(engine=EngineSection(gpu_memory_bytes=999 * GIB)).tier(Tier.GPU).capacity_bytes == 24 * GIB
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen"), [("auto", "GPU-0a"), ("cuda", "GPU-0a"), ("cuda:1", "GPU-0b"), ("GPU-0b", "GPU-0b"), ("cpu:0", "cpu:0")]
+)
+def test_devices(device, chosen):
+    assert plan_of(engine=EngineSection(device=device)).device == chosen
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "GPU-ff"])
+def test_unknown_devices_are_named(device):
+    with pytest.raises(ConfigError, match="usable GPUs: GPU-0a, GPU-0b"):
+        plan_of(engine=EngineSection(device=device))
+
+
+def test_sequence_beyond_the_context_is_refused():
+    with pytest.raises(ConfigError, match="context is 4096 tokens") as caught:
+        plan_of(sequence_length=4097)
+    assert caught.value.place == "training.sequence_length"
+
+
+def test_digests_follow_what_they_are_of():
+    plan = plan_of()
+    assert plan_of().settings_digest == plan.settings_digest
+    assert plan_of(learning_rate=1e-3).settings_digest != plan.settings_digest
+    assert plan_of(llama(blocks=2)).workload_digest != plan.workload_digest
+    assert machine(gpu_gib=24).digest != machine(gpu_gib=80).digest
+
+
+def test_probe_of_this_machine(tmp_path):
+    facts = probe([tmp_path / "not" / "yet", tmp_path])
+    assert facts.cpu.cores >= facts.cpu.usable_cores >= 1
+    assert facts.cpu.name
+    assert 0 < facts.ram.free_bytes <= facts.ram.total_bytes
+    first, second = facts.state_directories
+    assert first.path == str(tmp_path / "not" / "yet")
+    assert first.drive == second.drive
+    assert first.filesystem
+    assert 0 < first.free_bytes <= first.total_bytes
+    assert facts.gpus or facts.notes
+    assert probe([tmp_path / "not" / "yet", tmp_path]).digest == facts.digest
+    assert HardwareFacts.model_validate_json(facts.model_dump_json()) == facts
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_planning_loads_no_torch():
+    code = "import sys, lohan.planning.planner; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
