@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from alembic import command
-from alembic.config import Config
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.orm import Session
 
 from lohan.errors import StorageError
 from lohan_app.settings import Settings
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 BUSY_TIMEOUT_SECONDS = 30
 # 3.7.0 to 3.51.2 can corrupt a WAL database used by several connections; the fix was backported to these two.
@@ -89,6 +90,8 @@ def read_transaction(engine: Engine) -> Iterator[Session]:
 
 def alembic_config(settings: Settings) -> Config:
     """Alembic's configuration for the packaged migrations and the configured database."""
+    from alembic.config import Config  # here: supervisors and workers never migrate, and Alembic is a third of their start
+
     config = Config()
     config.set_main_option("script_location", str(resources.files("lohan_app") / "migrations"))
     config.attributes["settings"] = settings
@@ -97,6 +100,8 @@ def alembic_config(settings: Settings) -> Config:
 
 def migrate(settings: Settings) -> None:
     """Bring the database to the newest schema."""
+    from alembic import command
+
     command.upgrade(alembic_config(settings), "head")
 
 

