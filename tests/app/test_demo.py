@@ -45,7 +45,7 @@ def test_a_taken_port_is_passed_over():
 
 
 def test_an_appliance_that_has_ended_is_not_found(tmp_path: Path):
-    (tmp_path / "demo.json").write_text(json.dumps({"port": 1, "pid": 1, "start_ticks": 12345}))
+    (tmp_path / "up.lock").write_text(json.dumps({"pid": 1, "url": "http://127.0.0.1:1"}))
     assert find_running(tmp_path) is None
     assert find_running(tmp_path / "elsewhere") is None
 

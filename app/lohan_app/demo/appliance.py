@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lohan.errors import LohanError
 from lohan_app.demo.client import answers
-from lohan_app.worker.processes import Process, python_module, read_json, start_ticks, write_atomically
+from lohan_app.worker.processes import Process, is_held, python_module, read_json, start_ticks
 
 START_SECONDS = 90.0
 STOP_SECONDS = 60.0
@@ -26,15 +26,11 @@ class Appliance:
     """A running `lohan up` on this machine."""
 
     data_dir: Path
-    port: int
+    url: str
     pid: int
     start_ticks: int
     is_ours: bool
     """Whether this demonstration started it: only then may it stop it."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> Path:
@@ -62,11 +58,6 @@ class Appliance:
                 )
         finally:
             process.close()
-        _note(self.data_dir).unlink(missing_ok=True)
-
-
-def _note(data_dir: Path) -> Path:
-    return data_dir / "demo.json"
 
 
 def free_port(first: int) -> int:
@@ -88,12 +79,31 @@ def free_port(first: int) -> int:
 
 
 def find_running(data_dir: Path) -> Appliance | None:
-    """The appliance that an earlier demonstration left running on this data folder."""
-    note = read_json(_note(data_dir))
-    if note is None:
+    """The appliance that runs on this data folder already, whoever started it.
+
+    Raises:
+        LohanError: it holds the folder but does not answer.
+    """
+    lock = data_dir / "up.lock"
+    if not is_held(lock):
         return None
-    found = Appliance(data_dir, int(note["port"]), int(note["pid"]), int(note["start_ticks"]), is_ours=False)
-    return found if start_ticks(found.pid) == found.start_ticks and answers(f"{found.url}/readyz") else None
+    note = read_json(lock) or {}
+    pid, url = int(note.get("pid", 0)), str(note.get("url", ""))
+    if not url or not _comes_up(url, lambda: is_held(lock)):
+        raise LohanError(
+            f"the appliance on this data folder (process {pid}) does not answer", place=str(data_dir), remedy=f"End it: kill {pid}"
+        )
+    return Appliance(data_dir, url, pid, start_ticks(pid) or 0, is_ours=False)
+
+
+def _comes_up(url: str, is_alive: Callable[[], bool]) -> bool:
+    """Whether the service gets ready while its process lives, within `START_SECONDS`."""
+    deadline = time.monotonic() + START_SECONDS
+    while not answers(f"{url}/readyz"):
+        if not is_alive() or time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def start(data_dir: Path, first_port: int) -> Appliance:
@@ -111,16 +121,11 @@ def start(data_dir: Path, first_port: int) -> Appliance:
             python_module("lohan_app.cli", "up"),
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
         )  # fmt: skip
-    appliance = Appliance(data_dir, port, process.pid, start_ticks(process.pid) or 0, is_ours=True)
-    deadline = time.monotonic() + START_SECONDS
-    while not answers(f"{appliance.url}/readyz"):
-        if process.poll() is not None or time.monotonic() > deadline:
-            what = "ended" if process.poll() is not None else f"does not answer after {START_SECONDS:.0f} s"
-            if process.poll() is None:
-                appliance.stop()
-            raise LohanError(f"the appliance {what}:\n{tail(log)}", place=str(log), remedy="Run `make doctor`.")
-        time.sleep(0.2)
-    write_atomically(_note(data_dir), json.dumps({"port": port, "pid": process.pid, "start_ticks": appliance.start_ticks}).encode())
+    appliance = Appliance(data_dir, f"http://127.0.0.1:{port}", process.pid, start_ticks(process.pid) or 0, is_ours=True)
+    if not _comes_up(appliance.url, lambda: process.poll() is None):
+        what = "ended" if process.poll() is not None else f"does not answer after {START_SECONDS:.0f} s"
+        appliance.stop()
+        raise LohanError(f"the appliance {what}:\n{tail(log)}", place=str(log), remedy="Run `make doctor`.")
     return appliance
 
 
