@@ -131,13 +131,16 @@ def gradient_norm(gradients: object, *, gradient_scale: float = 1.0, pool: Threa
 
 class IoError(OSError):
     """
-    A file operation failed: `errno`, `filename`, `operation` ("open", "allocate", "read", ...) and, for a
-    transfer, `offset` in bytes from the file's start.
+    A file operation failed; `errno` and `filename` are set as in every OSError.
     """
 
-    offset: None = None
+    @property
+    def offset(self) -> int | None:
+        """Where in the file the transfer failed, in bytes; None if none did."""
 
-    operation: str = ''
+    @property
+    def operation(self) -> str:
+        """What failed: "open", "allocate", "read", "write", "sync" and so on."""
 
 class IoTicket:
     """

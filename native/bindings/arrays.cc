@@ -5,8 +5,6 @@
 namespace lohan {
 namespace {
 
-std::string TypeName(nb::handle object) { return nb::cast<std::string>(nb::str(nb::inst_name(object))); }
-
 /// Why nanobind could not import the object, for the cases a caller meets.
 [[noreturn]] void Refuse(nb::handle object, const char* name, ArrayUse use) {
   const std::string type = nb::cast<std::string>(object.type().attr("__name__"));
@@ -15,12 +13,16 @@ std::string TypeName(nb::handle object) { return nb::cast<std::string>(nb::str(n
   }
   const bool is_array = nb::hasattr(object, "__dlpack__") || PyObject_CheckBuffer(object.ptr());
   if (!is_array) {
-    throw nb::type_error((std::string(name) + ": expected a 1-D host array (a torch tensor, a NumPy array or another "
-                          "object with __dlpack__ or the buffer protocol), got " + type).c_str());
+    throw nb::type_error((std::string(name) +
+                          ": expected a 1-D host array (a torch tensor, a NumPy array or another "
+                          "object with __dlpack__ or the buffer protocol), got " +
+                          type)
+                             .c_str());
   }
   throw nb::value_error((std::string(name) + ": the " + type + " cannot be used as " +
                          (use == ArrayUse::kWrite ? "a writable" : "an") +
-                         " array on the host; it may be read-only or of a data type without a DLPack form").c_str());
+                         " array on the host; it may be read-only or of a data type without a DLPack form")
+                            .c_str());
 }
 
 }  // namespace
@@ -59,7 +61,8 @@ HostArray ImportArray(nb::handle object, const char* name, ArrayUse use) {
     fail("the array is not contiguous (stride " + std::to_string(view.stride(0)) + ")");
   }
   array.dtype = view.dtype();
-  if (array.dtype.lanes != 1 || array.dtype.bits % 8 != 0) fail("elements of " + NameOf(array.dtype) + " are not whole bytes");
+  if (array.dtype.lanes != 1 || array.dtype.bits % 8 != 0)
+    fail("elements of " + NameOf(array.dtype) + " are not whole bytes");
   array.item_bytes = array.dtype.bits / 8;
   array.length = static_cast<int64_t>(view.shape(0));
   array.data = const_cast<std::byte*>(static_cast<const std::byte*>(view.data()));

@@ -20,8 +20,11 @@ class Ticket {
       : engine_(std::move(engine)), transfer_(std::move(transfer)), array_(std::move(array)) {}
 
   ~Ticket() {
-    // In a forked child the transfer never ends; the child's copy of the array is nobody else's.
-    if (!engine_->InOwningProcess()) return;
+    if (!engine_->owner().IsCurrent()) {
+      // A forked child: the transfer never ends and its locks may be held for ever. Leave it as it is.
+      static_cast<void>(new std::shared_ptr<Transfer>(std::move(transfer_)));
+      return;
+    }
     nb::gil_scoped_release release;
     transfer_->WaitQuietly();
   }
@@ -29,7 +32,7 @@ class Ticket {
   bool Done() const { return transfer_->Done(); }
 
   void Wait() {
-    if (!Done() && !engine_->InOwningProcess()) engine_->CheckUsable();
+    engine_->owner().Check("the I/O pool");
     nb::gil_scoped_release release;
     transfer_->Wait();
   }
@@ -52,6 +55,18 @@ struct OpenFile {
     engine->Submit(transfer, urgent ? Priority::kUrgent : Priority::kNormal);
     return std::make_unique<Ticket>(engine, std::move(transfer), std::move(array));
   }
+
+  void Sync() {
+    engine->owner().Check("the I/O pool");
+    nb::gil_scoped_release release;
+    file->Sync();
+  }
+
+  void Close() {
+    engine->owner().Check("the I/O pool");
+    nb::gil_scoped_release release;
+    file->Close();
+  }
 };
 
 struct Pool {
@@ -72,22 +87,27 @@ nb::object DecodePath(const std::string& path) {
   return nb::steal(PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())));
 }
 
-/// Sets IoError(errno, message, path) with the attributes `offset` and `operation`.
+/// Sets IoError(errno, summary, path) with the attributes `offset` and `operation`.
 void SetIoError(nb::handle type, const IoError& error) {
-  nb::object exception = type(error.error_number(), error.what(), DecodePath(error.path()));
-  exception.attr("operation") = error.operation();
-  exception.attr("offset") = error.offset();
+  nb::object exception = type(error.error_number(), error.Summary(), DecodePath(error.path()));
+  exception.attr("_operation") = error.operation();
+  exception.attr("_offset") = error.offset();
   PyErr_SetObject(type.ptr(), exception.ptr());
 }
 
 void InitIoError(nb::module_& m) {
+  const nb::object property = nb::module_::import_("builtins").attr("property");
   nb::dict members;
-  members["offset"] = nb::none();
-  members["operation"] = "";
+  members["offset"] = property(
+      nb::cpp_function([](nb::handle self) { return nb::getattr(self, "_offset", nb::none()); },
+                       nb::is_method(), nb::name("offset"), nb::sig("def offset(self) -> int | None"),
+                       "Where in the file the transfer failed, in bytes; None if none did."));
+  members["operation"] = property(
+      nb::cpp_function([](nb::handle self) { return nb::getattr(self, "_operation", nb::str("")); },
+                       nb::is_method(), nb::name("operation"), nb::sig("def operation(self) -> str"),
+                       "What failed: \"open\", \"allocate\", \"read\", \"write\", \"sync\" and so on."));
   nb::object type = nb::steal(PyErr_NewExceptionWithDoc(
-      "lohan._native.IoError",
-      "A file operation failed: `errno`, `filename`, `operation` (\"open\", \"allocate\", \"read\", ...) and, for a\n"
-      "transfer, `offset` in bytes from the file's start.",
+      "lohan._native.IoError", "A file operation failed; `errno` and `filename` are set as in every OSError.",
       PyExc_OSError, members.ptr()));
   m.attr("IoError") = type;
   nb::register_exception_translator(
@@ -106,29 +126,38 @@ void InitIoError(nb::module_& m) {
 void InitIo(nb::module_& m) {
   InitIoError(m);
 
-  nb::class_<Ticket>(m, "IoTicket",
-                     "A transfer under way. It keeps the array alive, and dropping it waits for the transfer to end.")
-      .def("wait", &Ticket::Wait, "Block until the transfer has ended; raises IoError if it failed. Releases the GIL.")
+  nb::class_<Ticket>(
+      m, "IoTicket",
+      "A transfer under way. It keeps the array alive, and dropping it waits for the transfer to end.")
+      .def("wait", &Ticket::Wait,
+           "Block until the transfer has ended; raises IoError if it failed. Releases the GIL.")
       .def("done", &Ticket::Done, "Whether the transfer has ended, well or badly.");
 
   nb::class_<OpenFile>(m, "IoFile", "An open file of fixed size. All methods may be called from any thread.")
-      .def_prop_ro("path", [](const OpenFile& self) { return DecodePath(self.file->path()); },
-                   nb::sig("def path(self) -> str"))
+      .def_prop_ro(
+          "path", [](const OpenFile& self) { return DecodePath(self.file->path()); },
+          nb::sig("def path(self) -> str"))
       .def_prop_ro("size_bytes", [](const OpenFile& self) { return self.file->size_bytes(); })
-      .def_prop_ro("direct", [](const OpenFile& self) { return self.file->direct(); },
-                   "Whether whole pages bypass the page cache (O_DIRECT).")
-      .def_prop_ro("direct_refusal", [](const OpenFile& self) { return nb::str(self.file->direct_refusal().c_str()); },
-                   nb::sig("def direct_refusal(self) -> str"), "Why `direct` is False; empty when it is True.")
-      .def_prop_ro("alignment_bytes", [](const OpenFile& self) { return self.file->alignment_bytes(); },
-                   "Ranges that begin and end on multiples of this bypass the page cache as a whole; 1 if not `direct`.")
+      .def_prop_ro(
+          "direct", [](const OpenFile& self) { return self.file->direct(); },
+          "Whether whole pages bypass the page cache (O_DIRECT).")
+      .def_prop_ro(
+          "direct_refusal", [](const OpenFile& self) { return nb::str(self.file->direct_refusal().c_str()); },
+          nb::sig("def direct_refusal(self) -> str"), "Why `direct` is False; empty when it is True.")
+      .def_prop_ro(
+          "alignment_bytes", [](const OpenFile& self) { return self.file->alignment_bytes(); },
+          "Ranges that begin and end on multiples of this bypass the page cache as a whole; 1 if not "
+          "`direct`.")
       .def(
           "read",
           [](OpenFile& self, int64_t offset, nb::handle target, bool urgent) {
             return self.Submit(Access::kRead, offset, target, urgent);
           },
           nb::arg("offset"), nb::arg("target"), nb::kw_only(), nb::arg("urgent") = false,
-          "Start filling `target`, a 1-D contiguous host array, from byte `offset`. Urgent transfers go first.\n\n"
-          "Raises ValueError when the range leaves the file or the file is closed, RuntimeError when the pool is.")
+          "Start filling `target`, a 1-D contiguous host array, from byte `offset`. Urgent transfers go "
+          "first.\n\n"
+          "Raises ValueError when the range leaves the file or the file is closed, RuntimeError when the "
+          "pool is.")
       .def(
           "write",
           [](OpenFile& self, int64_t offset, nb::handle source, bool urgent) {
@@ -136,20 +165,11 @@ void InitIo(nb::module_& m) {
           },
           nb::arg("offset"), nb::arg("source"), nb::kw_only(), nb::arg("urgent") = false,
           "Start writing `source`, a 1-D contiguous host array, at byte `offset`; see `read`.")
-      .def(
-          "sync",
-          [](OpenFile& self) {
-            nb::gil_scoped_release release;
-            self.file->Sync();
-          },
-          "Make what was written durable (fdatasync). Raises IoError; after one, what was written may be lost.")
-      .def(
-          "close",
-          [](OpenFile& self) {
-            nb::gil_scoped_release release;
-            self.file->Close();
-          },
-          "Wait for the file's transfers, then close it. Closing twice is harmless.");
+      .def("sync", &OpenFile::Sync,
+           "Make what was written durable (fdatasync). Raises IoError; after one, what was written may be "
+           "lost.")
+      .def("close", &OpenFile::Close,
+           "Wait for the file's transfers, then close it. Closing twice is harmless.");
 
   nb::class_<Pool>(m, "IoPool",
                    "Workers that read and write files, in pieces of up to 4 MiB.\n\n"
@@ -157,11 +177,14 @@ void InitIo(nb::module_& m) {
       .def(
           "__init__", [](Pool* self, int threads) { new (self) Pool{MakeThreadEngine(threads)}; },
           nb::arg("threads") = 4, "Start `threads` workers. Raises ValueError outside 1..256.")
-      .def("open", &Pool::Open, nb::arg("path"), nb::kw_only(), nb::arg("size_bytes") = nb::none(),
-           nb::sig("def open(self, path: str | os.PathLike[str], *, size_bytes: int | None = None) -> IoFile"),
-           "Open a regular file for reading and writing.\n\n"
-           "With `size_bytes` it is created if missing (mode 0600), set to that size and its space allocated; without,\n"
-           "it must exist. Raises IoError, ValueError for what is no regular file, RuntimeError when the pool is closed.")
+      .def(
+          "open", &Pool::Open, nb::arg("path"), nb::kw_only(), nb::arg("size_bytes") = nb::none(),
+          nb::sig("def open(self, path: str | os.PathLike[str], *, size_bytes: int | None = None) -> IoFile"),
+          "Open a regular file for reading and writing.\n\n"
+          "With `size_bytes` it is created if missing (mode 0600), set to that size and its space allocated; "
+          "without,\n"
+          "it must exist. Raises IoError, ValueError for what is no regular file, RuntimeError when the pool "
+          "is closed.")
       .def(
           "close",
           [](Pool& self) {

@@ -3,15 +3,17 @@
 namespace lohan {
 
 void InitMemory(nb::module_& m) {
-  nb::class_<AlignedBuffer>(m, "AlignedBuffer",
-                            "Zero-filled host memory, page aligned, advised to use huge pages from 2 MiB on.\n\n"
-                            "The mapping has exactly the size asked for, rounded up to a page. It is given back when the\n"
-                            "buffer and the last view of it are gone. A forked child sees zeros in it.")
+  nb::class_<AlignedBuffer>(
+      m, "AlignedBuffer",
+      "Zero-filled host memory, page aligned, advised to use huge pages from 2 MiB on.\n\n"
+      "The mapping has exactly the size asked for, rounded up to a page. It is given back when the\n"
+      "buffer and the last view of it are gone. A forked child sees zeros in it.")
       .def(nb::init<int64_t>(), nb::arg("size_bytes"),
            "Map `size_bytes` bytes. Raises ValueError below 1, MemoryError when the system refuses.")
       .def_prop_ro("size_bytes", &AlignedBuffer::size_bytes, "Usable size in bytes: the size asked for.")
-      .def_prop_ro("address", [](const AlignedBuffer& buffer) { return reinterpret_cast<uintptr_t>(buffer.data()); },
-                   "Address of the first byte, a multiple of 4096.")
+      .def_prop_ro(
+          "address", [](const AlignedBuffer& buffer) { return reinterpret_cast<uintptr_t>(buffer.data()); },
+          "Address of the first byte, a multiple of 4096.")
       .def(
           "array",
           [](nb::handle_t<AlignedBuffer> self) {
@@ -20,7 +22,8 @@ void InitMemory(nb::module_& m) {
                 buffer.data(), {static_cast<size_t>(buffer.size_bytes())}, self);
           },
           nb::sig("def array(self) -> typing.Any"),
-          "The memory as a 1-D uint8 array that keeps the buffer alive: `torch.from_dlpack(buffer.array())`.");
+          "The memory as a 1-D uint8 array that keeps the buffer alive: "
+          "`torch.from_dlpack(buffer.array())`.");
 }
 
 }  // namespace lohan

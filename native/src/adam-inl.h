@@ -64,7 +64,8 @@ void Update(const AdamScalars& scalars, const float* __restrict gradients, float
 void StoreBfloat16(const float* __restrict source, uint16_t* __restrict target, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t bits = BitsOf(source[i]);
-    // Adds just under half of the dropped 16 bits' range, and one more when the kept part is odd: ties to even.
+    // Adds just under half of the dropped 16 bits' range, and one more when the kept part is odd: ties to
+    // even.
     const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
     target[i] = static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
   }

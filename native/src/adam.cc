@@ -16,8 +16,8 @@ namespace {
 // balance a 1 Mi-element array over 16 threads.
 constexpr int64_t kBlocksPerTask = 16;
 
-/// The default rounding mode and no flush-to-zero while it lives: worker threads inherit whatever mode their
-/// creator had, and results must not depend on that.
+/// The default rounding mode and no flush-to-zero while it lives. Worker threads inherit whatever mode their
+/// creator had, and results must depend neither on that nor on the caller's.
 class DefaultFloatEnvironment {
  public:
   DefaultFloatEnvironment() {
@@ -50,7 +50,8 @@ const AdamKernels& KernelsOf(InstructionSet set) {
   const std::vector<InstructionSet> available = AvailableInstructionSets();
   if (set == InstructionSet::kAuto) set = available.back();
   if (std::find(available.begin(), available.end(), set) == available.end()) {
-    throw std::invalid_argument(std::string("this processor does not have the instruction set ") + NameOf(set));
+    throw std::invalid_argument(std::string("this processor does not have the instruction set ") +
+                                NameOf(set));
   }
 #ifdef LOHAN_X86_KERNELS
   if (set == InstructionSet::kAvx512) return kAvx512Kernels;
@@ -117,7 +118,8 @@ struct Pass {
 
   void Load(int64_t begin, int64_t end, float* target) const {
     if (gradients.type == GradientType::kFloat32) {
-      kernels.load_float32(static_cast<const float*>(gradients.data) + begin, gradient_scale, target, end - begin);
+      kernels.load_float32(static_cast<const float*>(gradients.data) + begin, gradient_scale, target,
+                           end - begin);
     } else {
       kernels.load_bfloat16(static_cast<const uint16_t*>(gradients.data) + begin, gradient_scale, target,
                             end - begin);
@@ -182,7 +184,6 @@ UpdateResult RunPass(const Pass& pass, ThreadPool& pool) {
     }
   });
   UpdateResult result;
-  DefaultFloatEnvironment environment;
   result.squared_norm = SumOfPairs(squared_norms);
   if (std::isnan(result.squared_norm)) result.squared_norm = std::numeric_limits<double>::quiet_NaN();
   for (const int64_t count : non_finite) result.non_finite += count;
@@ -191,7 +192,8 @@ UpdateResult RunPass(const Pass& pass, ThreadPool& pool) {
 
 float CheckedScale(double gradient_scale) {
   if (!(std::abs(gradient_scale) <= std::numeric_limits<float>::max())) {
-    throw std::invalid_argument("gradient_scale is " + std::to_string(gradient_scale) + "; it must be finite in fp32");
+    throw std::invalid_argument("gradient_scale is " + std::to_string(gradient_scale) +
+                                "; it must be finite in fp32");
   }
   return static_cast<float>(gradient_scale);
 }
@@ -229,12 +231,14 @@ std::vector<InstructionSet> AvailableInstructionSets() {
 UpdateResult AdamwUpdate(std::span<const AdamSegment> segments, const GradientArray& gradients,
                          const AdamState& state, double gradient_scale, ThreadPool& pool,
                          InstructionSet instruction_set) {
+  DefaultFloatEnvironment environment;
   const std::vector<Range> ranges = SortedRanges(segments, gradients.length);
   return RunPass({KernelsOf(instruction_set), gradients, CheckedScale(gradient_scale), &ranges, state}, pool);
 }
 
 UpdateResult GradientNorm(const GradientArray& gradients, double gradient_scale, ThreadPool& pool,
                           InstructionSet instruction_set) {
+  DefaultFloatEnvironment environment;
   return RunPass({KernelsOf(instruction_set), gradients, CheckedScale(gradient_scale), nullptr, {}}, pool);
 }
 

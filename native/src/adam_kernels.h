@@ -13,13 +13,13 @@ inline constexpr int64_t kNormLanes = 16;
 
 /// A segment's constants, rounded to fp32 once so that every kernel multiplies by the same bits.
 struct AdamScalars {
-  float decay;                    // 1 - learning_rate * weight_decay
-  float first_weight;             // 1 - beta1
-  float beta2;                    //
-  float second_weight;            // 1 - beta2
-  float step_size;                // learning_rate / (1 - beta1^step)
-  float second_correction_sqrt;   // sqrt(1 - beta2^step)
-  float epsilon;                  //
+  float decay;                   // 1 - learning_rate * weight_decay
+  float first_weight;            // 1 - beta1
+  float beta2;                   //
+  float second_weight;           // 1 - beta2
+  float step_size;               // learning_rate / (1 - beta1^step)
+  float second_correction_sqrt;  // sqrt(1 - beta2^step)
+  float epsilon;                 //
 };
 
 struct BlockNorm {

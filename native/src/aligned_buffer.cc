@@ -1,6 +1,7 @@
 #include "lohan/aligned_buffer.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <limits>
 #include <stdexcept>
@@ -19,8 +20,8 @@ int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1)
 std::byte* Map(int64_t size_bytes) {
   try {
     return static_cast<std::byte*>(CheckedCall("mmap", "anonymous memory", std::nullopt, [&] {
-      return mmap(nullptr, static_cast<size_t>(size_bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                  -1, 0);
+      return mmap(nullptr, static_cast<size_t>(size_bytes), PROT_READ | PROT_WRITE,
+                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     }));
   } catch (const IoError& error) {
     throw OutOfMemory("cannot map " + std::to_string(size_bytes) + " bytes of memory: " + error.what());
@@ -33,11 +34,17 @@ void Unmap(std::byte* address, int64_t size_bytes) {
 
 }  // namespace
 
+int64_t PageBytes() {
+  static const int64_t size_bytes = sysconf(_SC_PAGESIZE);
+  return size_bytes;
+}
+
 AlignedBuffer::AlignedBuffer(int64_t size_bytes) : size_bytes_(size_bytes) {
   if (size_bytes < 1 || size_bytes > std::numeric_limits<int64_t>::max() - 2 * kHugePageBytes) {
-    throw std::invalid_argument("size_bytes is " + std::to_string(size_bytes) + "; it must be at least 1 and fit");
+    throw std::invalid_argument("size_bytes is " + std::to_string(size_bytes) +
+                                "; it must be at least 1 and fit");
   }
-  mapped_bytes_ = RoundUp(size_bytes, kPageBytes);
+  mapped_bytes_ = RoundUp(size_bytes, PageBytes());
   if (mapped_bytes_ < kHugePageBytes) {
     data_ = Map(mapped_bytes_);
   } else {

@@ -7,9 +7,9 @@
 namespace lohan {
 namespace {
 
-std::string Describe(const std::string& operation, int error_number, const std::string& path,
-                     std::optional<int64_t> offset, const std::string& detail) {
-  std::string text = operation + " of " + path;
+std::string Describe(const std::string& action, int error_number, std::optional<int64_t> offset,
+                     const std::string& detail) {
+  std::string text = action;
   if (offset) text += " at byte " + std::to_string(*offset);
   // std::generic_category is thread-safe, strerror is not.
   text += ": " + std::generic_category().message(error_number);
@@ -20,12 +20,15 @@ std::string Describe(const std::string& operation, int error_number, const std::
 }  // namespace
 
 IoError::IoError(std::string operation, int error_number, std::string path, std::optional<int64_t> offset,
-                 const std::string& detail)
-    : std::runtime_error(Describe(operation, error_number, path, offset, detail)),
+                 std::string detail)
+    : std::runtime_error(Describe(operation + " of " + path, error_number, offset, detail)),
       operation_(std::move(operation)),
       error_number_(error_number),
       path_(std::move(path)),
-      offset_(offset) {}
+      offset_(offset),
+      detail_(std::move(detail)) {}
+
+std::string IoError::Summary() const { return Describe(operation_, error_number_, offset_, detail_); }
 
 OwningProcess::OwningProcess() : process_id_(getpid()) {}
 

@@ -40,14 +40,16 @@ void TransferAll(Access access, int descriptor, const std::string& path, int64_t
                                      : pwrite(descriptor, memory + done, size, offset + done);
     });
     if (moved == 0 && access == Access::kRead) {
-      throw IoError("read", ENODATA, path, offset + done, "the file ends early: it was truncated after it was opened");
+      throw IoError("read", ENODATA, path, offset + done,
+                    "the file ends early: it was truncated after it was opened");
     }
     const int64_t reached = done + moved;
     const int64_t kept = reached == length ? reached : RoundDown(reached, granule);
     if (kept > done) {
       stalled = 0;
     } else if (++stalled == kStalledCalls) {
-      throw IoError(NameOf(access), EIO, path, offset + done, "the system transfers less than one block at a time");
+      throw IoError(NameOf(access), EIO, path, offset + done,
+                    "the system transfers less than one block at a time");
     }
     done = kept;
   }
@@ -57,12 +59,14 @@ void Allocate(int descriptor, const std::string& path, int64_t size_bytes) {
   // fallocate(2), not posix_fallocate(3): where the filesystem cannot allocate, glibc's version writes a byte
   // into every block, which takes as long as filling the file.
   try {
-    CheckedCall("allocate", path, std::nullopt,
-                [&] { return fallocate(descriptor, 0, 0, static_cast<off_t>(size_bytes)); });
+    CheckedCall("allocate", path, std::nullopt, [&] {
+      return size_bytes == 0 ? 0 : fallocate(descriptor, 0, 0, static_cast<off_t>(size_bytes));
+    });
   } catch (const IoError& error) {
     if (error.error_number() != EOPNOTSUPP && error.error_number() != ENOSYS) throw;
   }
-  CheckedCall("resize", path, std::nullopt, [&] { return ftruncate(descriptor, static_cast<off_t>(size_bytes)); });
+  CheckedCall("resize", path, std::nullopt,
+              [&] { return ftruncate(descriptor, static_cast<off_t>(size_bytes)); });
 }
 
 Descriptor OpenDescriptor(const std::string& path, int flags) {
@@ -70,7 +74,8 @@ Descriptor OpenDescriptor(const std::string& path, int flags) {
                                 [&] { return open(path.c_str(), O_RDWR | O_CLOEXEC | flags, 0600); }));
 }
 
-/// Opens an existing file or creates one, allocates it, and removes it again if it was new and did not fit.
+/// Opens an existing file or creates one, and allocates it. One that does not fit is as it was before: gone
+/// if it was new, else of its old size (a filesystem may have lengthened it before it ran out of space).
 Descriptor OpenAllocated(const std::string& path, int64_t size_bytes) {
   bool created = false;
   Descriptor descriptor;
@@ -81,10 +86,14 @@ Descriptor OpenAllocated(const std::string& path, int64_t size_bytes) {
     descriptor = OpenDescriptor(path, O_CREAT | O_EXCL);
     created = true;
   }
+  struct stat before{};
+  CheckedCall("stat", path, std::nullopt, [&] { return fstat(descriptor.value(), &before); });
+  if (!S_ISREG(before.st_mode)) throw std::invalid_argument(path + " is not a regular file");
   try {
-    if (size_bytes > 0) Allocate(descriptor.value(), path, size_bytes);
+    Allocate(descriptor.value(), path, size_bytes);
   } catch (...) {
-    if (created) unlink(path.c_str());
+    const int undone = created ? unlink(path.c_str()) : ftruncate(descriptor.value(), before.st_size);
+    static_cast<void>(undone);  // the first error is the one to report
     throw;
   }
   return descriptor;
@@ -121,7 +130,7 @@ std::shared_ptr<File> File::Open(const std::string& path, std::optional<int64_t>
   }
   std::shared_ptr<File> file(new File(path));
   file->buffered_ = size_bytes ? OpenAllocated(path, *size_bytes) : OpenDescriptor(path, 0);
-  struct stat status {};
+  struct stat status{};
   CheckedCall("stat", path, std::nullopt, [&] { return fstat(file->buffered_.value(), &status); });
   if (!S_ISREG(status.st_mode)) throw std::invalid_argument(path + " is not a regular file");
   file->size_bytes_ = status.st_size;
@@ -130,21 +139,21 @@ std::shared_ptr<File> File::Open(const std::string& path, std::optional<int64_t>
 }
 
 void File::ChooseDirect() {
-  struct statfs filesystem {};
+  struct statfs filesystem{};
   CheckedCall("statfs", path_, std::nullopt, [&] { return fstatfs(buffered_.value(), &filesystem); });
   if (filesystem.f_type == TMPFS_MAGIC || filesystem.f_type == RAMFS_MAGIC) {
     direct_refusal_ = "the file lies on a filesystem in memory (tmpfs), where O_DIRECT has no meaning";
     return;
   }
 #ifdef STATX_DIOALIGN
-  struct statx status {};
+  struct statx status{};
   if (statx(buffered_.value(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 &&
       (status.stx_mask & STATX_DIOALIGN) != 0) {
     if (status.stx_dio_offset_align == 0) {
       direct_refusal_ = "the filesystem reports that this file takes no direct I/O";
       return;
     }
-    direct_alignment_bytes_ = RoundUp(kPageBytes, status.stx_dio_offset_align);
+    direct_alignment_bytes_ = RoundUp(PageBytes(), status.stx_dio_offset_align);
     memory_alignment_bytes_ = std::max<int64_t>(1, status.stx_dio_mem_align);
   }
 #endif
@@ -158,7 +167,7 @@ void File::ChooseDirect() {
   } catch (const IoError& error) {
     direct_ = Descriptor();
     if (error.error_number() != EINVAL && error.error_number() != EOPNOTSUPP) throw;
-    direct_refusal_ = "the filesystem refuses O_DIRECT (" + error.operation() + ": EINVAL)";
+    direct_refusal_ = "the filesystem refuses O_DIRECT (" + error.Summary() + ")";
     return;
   }
   // Only partial pages pass the page cache from here on; reading ahead of them would fill it with neighbours.
@@ -178,7 +187,7 @@ void File::End() {
 
 void File::CheckRange(int64_t offset, int64_t length) const {
   if (offset >= 0 && length >= 0 && offset <= size_bytes_ && length <= size_bytes_ - offset) return;
-  throw std::invalid_argument("bytes " + std::to_string(offset) + " to " + std::to_string(offset + length) +
+  throw std::invalid_argument(std::to_string(length) + " bytes at byte " + std::to_string(offset) +
                               " are not within the " + std::to_string(size_bytes_) + " bytes of " + path_);
 }
 

@@ -18,6 +18,7 @@ namespace {
 /// One piece is one system call in the common case: large enough for a drive's full speed, small enough
 /// that an urgent request waits for at most one piece per worker.
 constexpr int64_t kPieceBytes = int64_t{4} << 20;
+constexpr const char* kName = "the I/O pool";
 
 class ThreadEngine : public IoEngine {
  public:
@@ -33,39 +34,41 @@ class ThreadEngine : public IoEngine {
   }
 
   void Submit(std::shared_ptr<Transfer> transfer, Priority priority) override {
-    owner_.Check("the I/O pool");
+    owner_.Check(kName);
     if (transfer->length_bytes() == 0) return workers_->CheckOpen();
     workers_->Submit(std::move(transfer), priority);
   }
 
   void Close() override {
-    owner_.Check("the I/O pool");
+    owner_.Check(kName);
     workers_->Close();
   }
 
   void CheckUsable() const override {
-    owner_.Check("the I/O pool");
+    owner_.Check(kName);
     workers_->CheckOpen();
   }
 
-  bool InOwningProcess() const override { return owner_.IsCurrent(); }
+  const OwningProcess& owner() const override { return owner_; }
 
  private:
   class Workers {
    public:
     ~Workers() { Close(); }
 
-    void Start(int count) { StartThreads(count, [this] { Work(); }, threads_); }
+    void Start(int count) {
+      StartThreads(count, [this] { Work(); }, threads_);
+    }
 
     void CheckOpen() const {
       std::lock_guard lock(mutex_);
-      if (closing_) throw std::runtime_error("the I/O pool is closed");
+      if (closing_) throw std::runtime_error(std::string(kName) + " is closed");
     }
 
     void Submit(std::shared_ptr<Transfer> transfer, Priority priority) {
       {
         std::lock_guard lock(mutex_);
-        if (closing_) throw std::runtime_error("the I/O pool is closed");
+        if (closing_) throw std::runtime_error(std::string(kName) + " is closed");
         queues_[priority == Priority::kUrgent ? 0 : 1].push_back({std::move(transfer), 0});
       }
       work_.notify_all();

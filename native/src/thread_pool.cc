@@ -46,7 +46,9 @@ class ThreadPool::Workers {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  void Start(int count) { StartThreads(count, [this] { Work(); }, threads_); }
+  void Start(int count) {
+    StartThreads(count, [this] { Work(); }, threads_);
+  }
 
   void Run(int64_t count, const std::function<void(int64_t)>& task) {
     std::lock_guard turn(turn_);

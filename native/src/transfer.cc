@@ -19,14 +19,11 @@ Transfer::Transfer(std::shared_ptr<File> file, Access access, int64_t offset, st
 
 Transfer::~Transfer() { file_->End(); }
 
-bool Transfer::Done() const {
-  std::lock_guard lock(mutex_);
-  return remaining_bytes_ == 0;
-}
+bool Transfer::Done() const { return remaining_bytes_ == 0; }
 
 void Transfer::WaitQuietly() const noexcept {
   std::unique_lock lock(mutex_);
-  done_.wait(lock, [this] { return remaining_bytes_ == 0; });
+  done_.wait(lock, [this] { return Done(); });
 }
 
 void Transfer::Wait() const {
@@ -51,7 +48,7 @@ void Transfer::Complete(int64_t length, std::optional<IoError> error) noexcept {
   if (error && (!error_ || error->offset() < error_->offset())) error_ = std::move(error);
   remaining_bytes_ -= length;
   // Notified under the lock: the waiter may destroy this object as soon as it can see the zero.
-  if (remaining_bytes_ == 0) done_.notify_all();
+  if (Done()) done_.notify_all();
 }
 
 }  // namespace lohan

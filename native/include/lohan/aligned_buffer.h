@@ -5,8 +5,8 @@
 
 namespace lohan {
 
-/// Page size the I/O and memory code is written for; x86-64 has no other base page.
-inline constexpr int64_t kPageBytes = 4096;
+/// The system's page size: the grain of mappings and of the page cache.
+int64_t PageBytes();
 
 /// Anonymous private memory of exactly the size asked for, rounded up to a page: zero-filled, page aligned,
 /// huge-page aligned and advised from 2 MiB on. A forked child sees zeros in it (MADV_WIPEONFORK): no page

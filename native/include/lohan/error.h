@@ -16,18 +16,21 @@ namespace lohan {
 class IoError : public std::runtime_error {
  public:
   IoError(std::string operation, int error_number, std::string path, std::optional<int64_t> offset,
-          const std::string& detail);
+          std::string detail);
 
   const std::string& operation() const { return operation_; }
   int error_number() const { return error_number_; }
   const std::string& path() const { return path_; }
   const std::optional<int64_t>& offset() const { return offset_; }
+  /// what() without the path, e.g. "write at byte 4096: No space left on device".
+  std::string Summary() const;
 
  private:
   std::string operation_;
   int error_number_;
   std::string path_;
   std::optional<int64_t> offset_;
+  std::string detail_;
 };
 
 /// A std::bad_alloc that says how much was asked for.

@@ -73,7 +73,8 @@ class File {
   /// Throws std::invalid_argument unless [offset, offset + length) lies within the file.
   void CheckRange(int64_t offset, int64_t length) const;
   /// Reads into or writes from all `length_bytes` of `memory`; to be called between Begin and End.
-  void Move(Access access, int64_t offset, std::byte* memory, int64_t length_bytes, BounceBuffer& bounce) const;
+  void Move(Access access, int64_t offset, std::byte* memory, int64_t length_bytes,
+            BounceBuffer& bounce) const;
 
   /// Makes what was written durable (fdatasync), including the drive's own cache.
   void Sync();
@@ -91,8 +92,8 @@ class File {
   Descriptor buffered_;
   Descriptor direct_;
   std::string direct_refusal_;
-  int64_t direct_alignment_bytes_ = kPageBytes;
-  int64_t memory_alignment_bytes_ = kPageBytes;
+  int64_t direct_alignment_bytes_ = PageBytes();
+  int64_t memory_alignment_bytes_ = PageBytes();
 
   std::mutex mutex_;
   std::condition_variable idle_;

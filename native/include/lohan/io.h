@@ -1,6 +1,7 @@
 // Asynchronous reads and writes of whole arrays: requests, and the engines that carry them out.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -49,7 +50,7 @@ class Transfer {
 
   mutable std::mutex mutex_;
   mutable std::condition_variable done_;
-  int64_t remaining_bytes_;
+  std::atomic<int64_t> remaining_bytes_;  // atomic so that Done takes no lock
   std::optional<IoError> error_;
 };
 
@@ -64,8 +65,8 @@ class IoEngine {
   virtual void Close() = 0;
   /// Throws std::runtime_error after Close and in a forked child.
   virtual void CheckUsable() const = 0;
-  /// False in a forked child, where nothing submitted earlier will ever complete.
-  virtual bool InOwningProcess() const = 0;
+  /// The process whose threads complete transfers; in a forked child none ever ends.
+  virtual const OwningProcess& owner() const = 0;
 };
 
 /// An engine of `threads` workers (1..256) that call pread and pwrite, one piece of up to 4 MiB at a time.
