@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
+from lohan.hardware.probe import probe
 from lohan.planning.plan import Tier
-from lohan.units import GIB, format_bytes
+from lohan.planning.planner import RAM_RESERVE_BYTES, ssd_capacity
+from lohan.units import format_bytes
 from lohan_app.entities import Run
 from lohan_app.settings import Settings
-
-RAM_RESERVE_BYTES = 1 * GIB
-"""Left to the operating system and to the service itself."""
-SSD_RESERVE_BYTES = 1 * GIB
-"""Left on every drive: a full drive stops the database too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +22,8 @@ class Machine:
     """GPU UUIDs or `cpu:N` that runs may use, in the order in which they are given away."""
     ram_total_bytes: int
     ram_free_bytes: int
-    ssd_free_bytes: Mapping[Path, int] = field(default_factory=dict)
-    """By state directory."""
+    ssd_free_bytes: int
+    """What can be spread evenly over the state directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,44 +51,16 @@ class Reservation:
 
 def look_at_machine(settings: Settings) -> Machine:
     """Measure what is there now; asks NVML and the operating system, never CUDA."""
-    memory = psutil.virtual_memory()
-    free = {}
-    for folder in settings.state_folders:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        free[folder] = shutil.disk_usage(folder).free
-    return Machine(settings.devices or default_devices(), memory.total, memory.available, free)
-
-
-def default_devices() -> tuple[str, ...]:
-    """Every GPU's UUID by NVML, or `cpu:0` where there is none."""
-    return gpu_uuids() or ("cpu:0",)
-
-
-def gpu_uuids() -> tuple[str, ...]:
-    """The GPUs' UUIDs as the driver numbers them; empty without a driver or a GPU."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
+    facts = probe(settings.state_folders)
+    devices = settings.devices or tuple(gpu.uuid for gpu in facts.gpus) or ("cpu:0",)
+    return Machine(devices, facts.ram.total_bytes, facts.ram.free_bytes, ssd_capacity(facts))
 
 
 def need_of(run: Run) -> Need:
     """What the run's plan asks for; a run without a plan asks for its device alone."""
     device = str(run.settings.get("engine", {}).get("device", "auto"))
     used = {Tier(tier["tier"]): sum(item["bytes"] for item in tier["items"]) for tier in (run.plan or {}).get("tiers", [])}
-    ram = used.get(Tier.RAM, 0)
-    if str((run.plan or {}).get("device", "")).startswith("cpu"):
-        ram += used.get(Tier.GPU, 0)  # on the CPU the device's memory is the host's
-    return Need(device, ram, used.get(Tier.SSD, 0))
+    return Need(device, used.get(Tier.RAM, 0), used.get(Tier.SSD, 0))
 
 
 def fit(need: Need, machine: Machine, active: Sequence[Run]) -> Reservation | str:
@@ -109,18 +74,14 @@ def fit(need: Need, machine: Machine, active: Sequence[Run]) -> Reservation | st
         holders = ", ".join(sorted({f"{taken[device].name!r}" for device in suitable}))
         return f"Waits for {' or '.join(suitable)}, in use by {holders}."
     promised = sum(run.reserved_ram_bytes for run in active)
-    room = machine.ram_total_bytes - RAM_RESERVE_BYTES - promised
     # What another run has reserved but not yet taken is free in the kernel's eyes, so both views must have room.
-    if need.ram_bytes > min(room, machine.ram_free_bytes):
-        have = format_bytes(max(0, min(room, machine.ram_free_bytes)))
-        return f"Waits for host memory: needs {format_bytes(need.ram_bytes)}, free {have}."
-    share = need.ssd_bytes / max(1, len(machine.ssd_free_bytes))
+    ram_room = max(0, min(machine.ram_total_bytes - promised, machine.ram_free_bytes) - RAM_RESERVE_BYTES)
+    if need.ram_bytes > ram_room:
+        return f"Waits for host memory: needs {format_bytes(need.ram_bytes)}, free {format_bytes(ram_room)}."
     # States are preallocated before the first step; until then their space still looks free.
-    pending = sum(run.reserved_ssd_bytes for run in active if run.step == 0) / max(1, len(machine.ssd_free_bytes))
-    for folder, free_bytes in machine.ssd_free_bytes.items():
-        if need.ssd_bytes and share + pending + SSD_RESERVE_BYTES > free_bytes:
-            have = format_bytes(max(0, int(free_bytes - pending - SSD_RESERVE_BYTES)))
-            return f"Waits for space in {folder}: needs {format_bytes(int(share))}, free {have}."
+    ssd_room = max(0, machine.ssd_free_bytes - sum(run.reserved_ssd_bytes for run in active if run.step == 0))
+    if need.ssd_bytes > ssd_room:
+        return f"Waits for space in the state directories: needs {format_bytes(need.ssd_bytes)}, free {format_bytes(ssd_room)}."
     return Reservation([free[0]], need.ram_bytes, need.ssd_bytes)
 
 

@@ -52,7 +52,7 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
     sizes = measure(workload, training.precision)
     micro_batch = _choose_micro_batch(sizes, training, engine, hardware, gpu)
     gpu_plan, ram_plan = _memory(sizes, training, engine, hardware, gpu, micro_batch)
-    ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=_ssd_capacity(hardware), items=state_items(sizes, training.precision))
+    ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(hardware), items=state_items(sizes, training.precision))
     if ssd_plan.used_bytes > ssd_plan.capacity_bytes:
         raise _capacity_error("SSD space", ssd_plan, "Free space, or add a drive to the state directories.")
     notes = [_micro_batch_note(engine, training, micro_batch)]
@@ -163,7 +163,7 @@ def _memory(
     )
 
 
-def _ssd_capacity(hardware: HardwareFacts) -> int:
+def ssd_capacity(hardware: HardwareFacts) -> int:
     """What can be spread evenly over the directories: the scarcest drive decides; directories on one drive share it."""
     directories = hardware.state_directories
     per_drive = Counter(directory.drive for directory in directories)
