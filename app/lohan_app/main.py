@@ -9,12 +9,13 @@ from importlib import import_module, resources
 from importlib.util import find_spec
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from sqlalchemy.exc import DBAPIError
 from starlette.concurrency import run_in_threadpool
 from starlette.staticfiles import StaticFiles
 
 import lohan
+from lohan_app.auth.dependencies import browsers_only
 from lohan_app.auth.setup import ensure_setup_token
 from lohan_app.context import AppContext, make_context
 from lohan_app.datasets.service import sweep_uploads
@@ -51,7 +52,8 @@ def _include_routers(app: FastAPI) -> None:
     app.include_router(import_module("lohan_app.system.api").root_router)
     for feature in FEATURES:
         if find_spec(f"lohan_app.{feature}.pages") is not None:
-            app.include_router(import_module(f"lohan_app.{feature}.pages").router, include_in_schema=False)
+            pages: APIRouter = import_module(f"lohan_app.{feature}.pages").router
+            app.include_router(pages, include_in_schema=False, dependencies=[Depends(browsers_only)])
     if find_spec("lohan_app.templating") is not None:
         templating: Any = import_module("lohan_app.templating")
         app.state.error_page = getattr(templating, "render_error_page", None)

@@ -215,9 +215,11 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_run_metrics_run_id_runs"), ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("run_id", "step", name=op.f("pk_run_metrics")),
     )
+    op.create_index("ix_run_metrics_run_id_attempt_seq", "run_metrics", ["run_id", "attempt", "seq"], unique=False)
 
 
 def downgrade() -> None:
+    op.drop_index("ix_run_metrics_run_id_attempt_seq", table_name="run_metrics")
     op.drop_table("run_metrics")
     op.drop_table("run_events")
     op.drop_index("ix_runs_state_created_at", table_name="runs")

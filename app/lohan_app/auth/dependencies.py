@@ -159,3 +159,9 @@ def require_set_up(context: Context) -> None:
     """For pages that are open to strangers (login): before the set-up they lead there."""
     if not setup.is_set_up(context.engine):
         raise SetupRequired("this service has not been set up yet", remedy="Open the set-up address that `lohan up` printed.")
+
+
+def browsers_only(request: Request) -> None:
+    """For pages: their forms are bound to a session, and know nothing of a key's scopes."""
+    if "authorization" in request.headers:
+        raise Forbidden("pages are for browsers", place="Authorization", remedy="Send API keys to the addresses under /api/v1.")

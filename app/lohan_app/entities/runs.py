@@ -108,6 +108,8 @@ class RunMetric(Entity):
     """One row per step; the latest attempt wins."""
 
     __tablename__ = "run_metrics"
+    # Event streams ask twice a second for what came after (attempt, seq); without it each would read all of the run's steps.
+    __table_args__ = (Index("ix_run_metrics_run_id_attempt_seq", "run_id", "attempt", "seq"),)
 
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)

@@ -1,7 +1,104 @@
-"""/api/v1: runs."""
+"""/api/v1: plans and runs."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from lohan.planning.plan import Plan
+from lohan_app.auth.dependencies import Reader, RunWriter
+from lohan_app.context import Context
+from lohan_app.entities import RunState
+from lohan_app.paging import DEFAULT_LIMIT, After, Limit, Page
+from lohan_app.runs import service
+from lohan_app.runs.archive import content_disposition, file_name_of, stream_zip
+from lohan_app.runs.schemas import LogView, MetricsView, PlanRequest, RunDetail, RunRequest, RunView
+from lohan_app.runs.stream import parse_event_id
 
 router = APIRouter(tags=["runs"])
+
+# A proxy that buffers (nginx) would hold events back.
+STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+@router.post("/plans")
+def make_plan(body: PlanRequest, identity: RunWriter, context: Context) -> Plan:
+    """How a run's bytes would be divided over GPU memory, RAM and SSD; 409 with need and have where they do not fit. Stores nothing."""
+    return service.plan(context, identity, body)
+
+
+@router.post("/runs", status_code=201)
+def submit(
+    body: RunRequest,
+    identity: RunWriter,
+    context: Context,
+    response: Response,
+    idempotency_key: Annotated[str | None, Header(description="The same key and body get the same reply, and one run.")] = None,
+) -> RunDetail:
+    """Queue a run."""
+    submission = service.submit(context, identity, body, idempotency_key)
+    response.headers["Location"] = f"/api/v1/runs/{submission.run.id}"
+    if submission.is_replay:
+        response.headers["Idempotent-Replayed"] = "true"
+    return submission.run
+
+
+@router.get("/runs")
+def list_runs(
+    identity: Reader, context: Context, after: After = None, limit: Limit = DEFAULT_LIMIT, state: RunState | None = None
+) -> Page[RunView]:
+    """Newest first."""
+    return service.list_runs(context, identity, after, limit, None if state is None else {state})
+
+
+@router.get("/runs/{run_id}")
+def get_run(run_id: str, identity: Reader, context: Context) -> RunDetail:
+    return service.get_run(context, identity, run_id)
+
+
+@router.get("/runs/{run_id}/metrics")
+def metrics(run_id: str, identity: Reader, context: Context, after_step: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> MetricsView:
+    """The curve, at most 2,000 points that keep minima, maxima and gaps."""
+    return service.metrics(context, identity, run_id, after_step)
+
+
+@router.get("/runs/{run_id}/log")
+def log_tail(run_id: str, identity: Reader, context: Context, offset: Annotated[int | None, Query(ge=0, le=2**62)] = None) -> LogView:
+    """The trainer's log from byte `offset` on; its last part where no offset is given."""
+    return service.log_tail(context, identity, run_id, offset)
+
+
+@router.post("/runs/{run_id}/cancel")
+def cancel(run_id: str, identity: RunWriter, context: Context) -> RunDetail:
+    """A run that waits is cancelled at once; one at work finishes its step first."""
+    return service.cancel(context, identity, run_id)
+
+
+@router.get("/runs/{run_id}/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
+async def events(
+    run_id: str,
+    identity: Reader,
+    context: Context,
+    last_event_id: Annotated[str | None, Header()] = None,
+    resume_after: Annotated[str | None, Query(alias="last_event_id")] = None,
+) -> StreamingResponse:
+    """Server-sent events: `state` first and at every change, then `step`, `phase`, `evaluation`, `warning`, `started`, `exit`.
+
+    Resumes behind `Last-Event-ID` (or the query parameter `last_event_id`, as the metrics give it); without either it starts now.
+    """
+    cursor = parse_event_id(last_event_id or resume_after)
+    await run_in_threadpool(service.get_run, context, identity, run_id)
+    stream = await context.events.stream(run_id, identity.user_id, cursor)
+    return StreamingResponse(stream, media_type="text/event-stream", headers=STREAM_HEADERS)
+
+
+@router.get("/runs/{run_id}/download", response_class=StreamingResponse, responses={200: {"content": {"application/zip": {}}}})
+def download(run_id: str, identity: Reader, context: Context) -> StreamingResponse:
+    """The fine-tuned model as a zip of its Hugging Face folder."""
+    folder, name = service.export_of(context, identity, run_id)
+    top = file_name_of(name)
+    headers = {"Content-Disposition": content_disposition(f"{top}.zip")}
+    return StreamingResponse(stream_zip(folder, top=top), media_type="application/zip", headers=headers)

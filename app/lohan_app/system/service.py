@@ -16,11 +16,10 @@ from lohan_app import __version__
 from lohan_app.context import AppContext
 from lohan_app.db import alembic_config, check_connection
 from lohan_app.hardware import service as hardware_service
+from lohan_app.redis_client import connect
 from lohan_app.settings import Settings
 from lohan_app.system.schemas import Readiness, SystemView
 
-# A broker on this machine answers in under a millisecond; a page must not wait longer for one that is away.
-BROKER_TIMEOUT_SECONDS = 1.0
 WORKER_REPLY_SECONDS = 0.5
 
 
@@ -52,22 +51,11 @@ def migrations_state(engine: Engine, settings: Settings) -> str:
 def broker_state(settings: Settings) -> str:
     """`ok`, or what is wrong."""
     try:
-        client = broker_client(settings)
-        try:
+        with connect(settings) as client:
             client.ping()
-        finally:
-            client.close()
     except (redis.RedisError, OSError, ValueError) as error:
         return _first_line(error)
     return "ok"
-
-
-def broker_client(settings: Settings) -> redis.Redis:
-    """A client of the broker's server with short time-outs; Celery's name for a socket address is translated."""
-    url = settings.celery_broker_url
-    if url.startswith("redis+socket://"):
-        return redis.Redis(unix_socket_path=url.removeprefix("redis+socket://"), socket_timeout=BROKER_TIMEOUT_SECONDS)
-    return redis.Redis.from_url(url, socket_timeout=BROKER_TIMEOUT_SECONDS, socket_connect_timeout=BROKER_TIMEOUT_SECONDS)
 
 
 def _first_line(error: BaseException) -> str:

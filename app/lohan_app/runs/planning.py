@@ -1,0 +1,75 @@
+"""Plans a run for the machine as it will be when the run's turn comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lohan.config import EngineSection, TrainingSection
+from lohan.hardware.probe import HardwareFacts
+from lohan.planning.plan import Plan
+from lohan.planning.planner import make_plan
+from lohan.planning.workload import Workload
+from lohan_app.entities import BaseModel, Run
+from lohan_app.errors import Unprocessable
+from lohan_app.settings import Settings
+
+CPU_DEVICES = ("cpu:0",)
+
+
+def plan_run(
+    model: BaseModel, training: TrainingSection, engine: EngineSection, *, facts: HardwareFacts, active: Sequence[Run], settings: Settings
+) -> Plan:
+    """The memory split of a run of `model`.
+
+    What our own active runs hold counts as free: a run waits for them, and must not be refused because one of them is at work.
+
+    Raises:
+        Unprocessable: the device is none that runs may use.
+        ConfigError, CapacityError: see `lohan.planning.planner.make_plan`.
+    """
+    usable = _as_if_idle(_usable(facts, settings), active)
+    _check_device(engine.device, usable, settings)
+    return make_plan(Workload.model_validate(model.workload), model_name=model.name, training=training, engine=engine, hardware=usable)
+
+
+def _usable(facts: HardwareFacts, settings: Settings) -> HardwareFacts:
+    """The machine without the GPUs that LOHAN_DEVICES leaves out."""
+    if not settings.devices:
+        return facts
+    by_uuid = {gpu.uuid: gpu for gpu in facts.gpus}
+    return facts.model_copy(update={"gpus": tuple(by_uuid[name] for name in settings.devices if name in by_uuid)})
+
+
+def _as_if_idle(facts: HardwareFacts, active: Sequence[Run]) -> HardwareFacts:
+    held = {device for run in active for device in run.devices}
+    ram = min(facts.ram.total_bytes, facts.ram.free_bytes + sum(run.reserved_ram_bytes for run in active))
+    # States are preallocated before the first step; until then their space still looks free.
+    ssd = sum(run.reserved_ssd_bytes for run in active if run.step > 0) // max(1, len(facts.state_directories))
+    return facts.model_copy(
+        update={
+            "ram": facts.ram.model_copy(update={"free_bytes": ram}),
+            "gpus": tuple(gpu.model_copy(update={"free_bytes": gpu.total_bytes}) if gpu.uuid in held else gpu for gpu in facts.gpus),
+            "state_directories": tuple(
+                directory.model_copy(update={"free_bytes": min(directory.total_bytes, directory.free_bytes + ssd)})
+                for directory in facts.state_directories
+            ),
+        }
+    )
+
+
+def _check_device(asked: str, usable: HardwareFacts, settings: Settings) -> None:
+    """A run that asks for a device it may never get would wait for ever: it is refused at once."""
+    gpus = [gpu.uuid for gpu in usable.gpus]
+    devices = settings.devices or gpus or CPU_DEVICES
+    fits = {
+        "auto": True,
+        "cpu": any(device.startswith("cpu") for device in devices),
+        "cuda": bool(gpus),
+        **{f"cuda:{index}": True for index in range(len(gpus))},
+    }
+    if not fits.get(asked, asked in devices):
+        raise Unprocessable(
+            f"{asked!r} is no device that runs may use here; there are {', '.join(devices)}",
+            place="engine.device",
+            remedy="Use `auto`, or one of these.",
+        )

@@ -1,0 +1,73 @@
+"""The io task's work on a run: have its rows tokenised in a limited child; the run can start once that is done."""
+
+from __future__ import annotations
+
+import logging
+
+from sqlalchemy import Engine, update
+
+from lohan.errors import LohanError
+from lohan.events import Phase
+from lohan_app.base_models.service import model_folder
+from lohan_app.datasets.service import rows_path
+from lohan_app.db import read_transaction, write_transaction
+from lohan_app.entities import Dataset, Run, RunState, Wanted
+from lohan_app.entities.base import now
+from lohan_app.runs import repository
+from lohan_app.runs.announce import announce
+from lohan_app.runs.row_tokens import BadRows
+from lohan_app.runs.states import Trigger
+from lohan_app.settings import Settings
+from lohan_app.worker.celery import wake
+from lohan_app.worker.limited import run_limited
+
+log = logging.getLogger(__name__)
+
+TOKEN_FILE = "tokens.safetensors"  # noqa: S105 - tokens of text
+PREPARING = "Its rows are being prepared."
+
+
+def prepare_run(settings: Settings, engine: Engine, run_id: str) -> None:
+    """Tokenise the rows of a queued run that has not been prepared; anything else is left as it is."""
+    with read_transaction(engine) as session:
+        run = repository.get_run(session, run_id)
+        dataset = session.get(Dataset, run.dataset_id) if run is not None else None
+    if run is None or dataset is None or not _is_waiting(run):
+        return
+    folder = settings.run_folder(run_id)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _note(settings, engine, run_id, state_reason=PREPARING, phase=Phase.PREPARING_DATA, phase_progress=0.0)
+    arguments = [
+        str(rows_path(settings, dataset.id)),
+        str(model_folder(settings, run.base_model_id)),
+        str(folder / TOKEN_FILE),
+        str(run.settings["training"]["sequence_length"]),
+        BadRows.SKIP if run.skip_bad_rows else BadRows.REFUSE,
+        str(dataset.row_count + dataset.bad_row_count),
+    ]
+    try:
+        counts = run_limited(
+            "lohan_app.runs.row_tokens",
+            arguments,
+            settings,
+            on_progress=lambda fraction: _note(settings, engine, run_id, phase_progress=fraction),
+        )
+    except LohanError as error:
+        with write_transaction(engine) as session:
+            repository.fire(session, run_id, Trigger.FAIL, problem=error.to_dict(), state_reason=str(error), phase_progress=None)
+        announce(settings, run_id)
+        return
+    log.info("%s: prepared %s", run_id, counts)
+    _note(settings, engine, run_id, prepared_at=now(), state_reason="", phase="", phase_progress=None)
+    wake(settings)
+
+
+def _is_waiting(run: Run) -> bool:
+    return run.state is RunState.QUEUED and run.wanted is Wanted.RUN and run.prepared_at is None
+
+
+def _note(settings: Settings, engine: Engine, run_id: str, **values: object) -> None:
+    """Write down how far the preparation is; a run that was cancelled meanwhile keeps what it says."""
+    with write_transaction(engine) as session:
+        session.execute(update(Run).where(Run.id == run_id, Run.state == RunState.QUEUED, Run.prepared_at.is_(None)).values(**values))
+    announce(settings, run_id)

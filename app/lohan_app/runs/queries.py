@@ -1,0 +1,157 @@
+"""Queries that read runs for people; what moves runs is `runs.repository`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from sqlalchemy import Row, delete, func, select, tuple_
+from sqlalchemy.orm import Session, defer
+
+from lohan.events import EventType
+from lohan_app.entities import BaseModel, Dataset, IdempotencyKey, Run, RunEvent, RunMetric, RunState, User
+from lohan_app.entities.base import now
+from lohan_app.runs.states import ACTIVE_STATES
+
+Cursor = tuple[int, int]
+"""(attempt, seq) of an event: events of a run are ordered by it."""
+# A client that retries does so within minutes; a week also covers a laptop closed over the weekend.
+IDEMPOTENCY_DAYS = 7
+ROWS_PER_FETCH = 5000
+
+_METRIC_COLUMNS = (
+    RunMetric.step,
+    RunMetric.attempt,
+    RunMetric.time,
+    RunMetric.loss,
+    RunMetric.learning_rate,
+    RunMetric.gradient_norm,
+    RunMetric.tokens,
+    RunMetric.tokens_per_second,
+    RunMetric.step_seconds,
+)
+_NAMED = (
+    select(Run, User.name, BaseModel.name, Dataset.name)
+    .join(User, User.id == Run.owner_id)
+    .join(BaseModel, BaseModel.id == Run.base_model_id)
+    .join(Dataset, Dataset.id == Run.dataset_id)
+)
+_WITHOUT_PLANS = (defer(Run.plan), defer(Run.settings))
+
+
+class NamedRun(NamedTuple):
+    """A run with the names of what it belongs to."""
+
+    run: Run
+    owner_name: str
+    base_model_name: str
+    dataset_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """An event as it goes to a stream: `step` events come from the metrics, the others from the events."""
+
+    cursor: Cursor
+    type: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- runs
+def named_run(session: Session, run_id: str) -> NamedRun | None:
+    row = session.execute(_NAMED.where(Run.id == run_id)).one_or_none()
+    return NamedRun(*row) if row is not None else None
+
+
+def named_runs(session: Session, run_ids: Iterable[str]) -> list[NamedRun]:
+    """Those of the runs that are there, without plans and settings."""
+    return [NamedRun(*row) for row in session.execute(_NAMED.options(*_WITHOUT_PLANS).where(Run.id.in_(list(run_ids))))]
+
+
+def list_runs(
+    session: Session, *, owner_id: str | None, states: Collection[RunState] | None, after: str | None, limit: int
+) -> list[NamedRun]:
+    """Newest first, without plans and settings; of all owners where `owner_id` is None."""
+    query = _NAMED.options(*_WITHOUT_PLANS).order_by(Run.id.desc()).limit(limit)
+    if owner_id is not None:
+        query = query.where(Run.owner_id == owner_id)
+    if states is not None:
+        query = query.where(Run.state.in_(list(states)))
+    if after is not None:
+        query = query.where(Run.id < after)
+    return [NamedRun(*row) for row in session.execute(query)]
+
+
+def active_runs(session: Session) -> Sequence[Run]:
+    """Runs that hold devices and memory now."""
+    return session.scalars(select(Run).options(defer(Run.plan)).where(Run.state.in_(ACTIVE_STATES))).all()
+
+
+# ---------------------------------------------------------------- idempotency
+def stored_reply(session: Session, user_id: str, key: str) -> IdempotencyKey | None:
+    return session.get(IdempotencyKey, (user_id, key))
+
+
+def store_reply(session: Session, reply: IdempotencyKey) -> None:
+    """Keep the reply with the run it belongs to, and forget those that nobody will ask for again."""
+    session.execute(delete(IdempotencyKey).where(IdempotencyKey.created_at < now() - timedelta(days=IDEMPOTENCY_DAYS)))
+    session.add(reply)
+    session.flush()
+
+
+# ---------------------------------------------------------------- metrics and events
+def metrics_range(session: Session, run_id: str, after_step: int) -> tuple[int, int, int]:
+    """(number of steps, first step, last step) after `after_step`; zeros where there are none."""
+    count, first, last = session.execute(
+        select(func.count(), func.min(RunMetric.step), func.max(RunMetric.step)).where(
+            RunMetric.run_id == run_id, RunMetric.step > after_step
+        )
+    ).one()
+    return count, first or 0, last or 0
+
+
+def iterate_metrics(session: Session, run_id: str, after_step: int) -> Iterator[Row[Any]]:
+    """Rows of the columns of `MetricPoint` in the order of steps, a few thousand in memory at a time."""
+    query = select(*_METRIC_COLUMNS).where(RunMetric.run_id == run_id, RunMetric.step > after_step).order_by(RunMetric.step)
+    return iter(session.execute(query.execution_options(yield_per=ROWS_PER_FETCH)))
+
+
+def recorded_events(session: Session, run_id: str, limit: int) -> Sequence[RunEvent]:
+    """The last `limit` events of the run other than steps, oldest first."""
+    query = select(RunEvent).where(RunEvent.run_id == run_id).order_by(RunEvent.attempt.desc(), RunEvent.seq.desc()).limit(limit)
+    return session.scalars(query).all()[::-1]
+
+
+def last_cursor(session: Session, run_id: str) -> Cursor:
+    """Where the run's newest event stands; (0, 0) where there is none."""
+    cursors = [(0, 0)]
+    for entity in (RunEvent, RunMetric):
+        query = select(entity.attempt, entity.seq).where(entity.run_id == run_id)
+        row = session.execute(query.order_by(entity.attempt.desc(), entity.seq.desc()).limit(1)).one_or_none()
+        if row is not None:
+            cursors.append((row[0], row[1]))
+    return max(cursors)
+
+
+def events_after(session: Session, run_id: str, cursor: Cursor, limit: int) -> list[StoredEvent]:
+    """The next `limit` events of the run, steps among them, in order."""
+    events = session.scalars(
+        select(RunEvent)
+        .where(RunEvent.run_id == run_id, tuple_(RunEvent.attempt, RunEvent.seq) > cursor)
+        .order_by(RunEvent.attempt, RunEvent.seq)
+        .limit(limit)
+    )
+    steps = session.scalars(
+        select(RunMetric)
+        .where(RunMetric.run_id == run_id, tuple_(RunMetric.attempt, RunMetric.seq) > cursor)
+        .order_by(RunMetric.attempt, RunMetric.seq)
+        .limit(limit)
+    )
+    found = [StoredEvent((event.attempt, event.seq), event.type, {**event.fields, "time": event.time}) for event in events]
+    found += [
+        StoredEvent((step.attempt, step.seq), EventType.STEP, {column.key: getattr(step, column.key) for column in _METRIC_COLUMNS})
+        for step in steps
+    ]
+    return sorted(found, key=lambda event: event.cursor)[:limit]

@@ -1,0 +1,162 @@
+"""What the API takes and gives about runs."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from lohan.config import EngineSection, TrainingSection
+from lohan_app.auth.schemas import DisplayName
+from lohan_app.entities import RunState, Wanted
+from lohan_app.runs.queries import NamedRun
+
+RecordId = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+def _no_boolean(value: object) -> object:
+    # Pydantic would read true as the number 1.
+    if isinstance(value, bool):
+        raise ValueError("expected a number or text, found true or false")
+    return value
+
+
+class TrainingRequest(TrainingSection):
+    """`lohan.config.TrainingSection`."""
+
+    _numbers = field_validator("*", mode="before")(_no_boolean)
+
+
+class EngineRequest(EngineSection):
+    """`lohan.config.EngineSection`, without what only the administrator sets."""
+
+    _numbers = field_validator("*", mode="before")(_no_boolean)
+
+    @field_validator("state_directories")
+    @classmethod
+    def _administrators_choice(cls, value: tuple[object, ...]) -> tuple[object, ...]:
+        if value:
+            raise ValueError("is set by the administrator (LOHAN_STATE_DIRS)")
+        return value
+
+
+class PlanRequest(BaseModel):
+    """A run to be planned; nothing is stored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    base_model_id: RecordId
+    dataset_id: RecordId | None = None
+    training: TrainingRequest = TrainingRequest()
+    engine: EngineRequest = EngineRequest()
+
+
+class RunRequest(PlanRequest):
+    """A run to be queued."""
+
+    name: DisplayName
+    dataset_id: RecordId
+    skip_bad_rows: bool = False
+    """Whether rows that cannot be used are left out; a dataset that has some is refused otherwise."""
+
+
+class RunView(BaseModel):
+    """A run as it stands."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    id: str
+    owner_id: str
+    owner_name: str
+    parent_id: str | None
+    name: str
+    base_model_id: str
+    base_model_name: str
+    dataset_id: str
+    dataset_name: str
+    skip_bad_rows: bool
+    wanted: Wanted
+    state: RunState
+    state_reason: str
+    problem: dict[str, Any] | None
+    """`{kind, message, place, remedy}` of a failed run."""
+    devices: list[str]
+    attempt: int
+    phase: str
+    phase_progress: float | None
+    step: int
+    total_steps: int
+    loss: float | None
+    first_loss: float | None
+    """Mean loss over the evaluation rows before the first step."""
+    last_loss: float | None
+    """The same after the last step."""
+    eta_seconds: float | None
+    created_at: datetime
+    prepared_at: datetime | None
+    started_at: datetime | None
+    finished_at: datetime | None
+    heartbeat_at: datetime | None
+
+
+class RunDetail(RunView):
+    settings: dict[str, Any]
+    """`{"training": {…}, "engine": {…}}`."""
+    plan: dict[str, Any] | None
+    """`lohan.planning.plan.Plan` as JSON."""
+
+
+def view_of(named: NamedRun) -> RunView:
+    """The run as lists show it."""
+    return RunView.model_validate(_fields(named, RunView))
+
+
+def detail_of(named: NamedRun) -> RunDetail:
+    """The run with its settings and plan."""
+    return RunDetail.model_validate(_fields(named, RunDetail))
+
+
+def _fields(named: NamedRun, kind: type[RunView]) -> dict[str, Any]:
+    names = {"owner_name": named.owner_name, "base_model_name": named.base_model_name, "dataset_name": named.dataset_name}
+    return {field: getattr(named.run, field) for field in kind.model_fields if field not in names} | names
+
+
+class MetricPoint(BaseModel):
+    """One step."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    step: int
+    attempt: int
+    time: float
+    """Unix seconds."""
+    loss: float | None
+    """Null where it was not a finite number: a gap in the curve."""
+    learning_rate: float
+    gradient_norm: float | None
+    tokens: int
+    tokens_per_second: float | None
+    step_seconds: float
+
+
+class MetricsView(BaseModel):
+    """Steps in order; of more than 2,000 the minima, the maxima and the gaps of equal stretches."""
+
+    data: list[MetricPoint]
+    total: int
+    """Steps there are after `after_step`, before down-sampling."""
+    down_sampled: bool
+    last_event_id: str | None
+    """Where an event stream takes up from here: its query parameter `last_event_id`."""
+
+
+class LogView(BaseModel):
+    """A stretch of the trainer's log."""
+
+    text: str
+    """Without terminal control sequences, lines cut at 8 kB."""
+    next_offset: int
+    """Byte to ask from next."""
+    size: int
+    """Bytes of the log so far."""

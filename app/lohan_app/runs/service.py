@@ -1,0 +1,301 @@
+"""Runs: planning, submitting, looking at, cancelling."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from lohan.planning.plan import Plan
+from lohan_app.auth.repository import add_audit_entry
+from lohan_app.auth.schemas import Identity
+from lohan_app.base_models import repository as base_models
+from lohan_app.context import AppContext
+from lohan_app.datasets import repository as datasets
+from lohan_app.db import read_transaction, write_transaction
+from lohan_app.entities import (
+    TERMINAL_STATES,
+    BaseModel,
+    BaseModelState,
+    Dataset,
+    DatasetState,
+    IdempotencyKey,
+    Run,
+    RunEvent,
+    RunState,
+    Wanted,
+)
+from lohan_app.entities.base import now
+from lohan_app.errors import Conflict, NotFound, Unprocessable
+from lohan_app.paging import DEFAULT_LIMIT, Page, make_page
+from lohan_app.runs import queries, repository
+from lohan_app.runs.announce import announce
+from lohan_app.runs.curve import POINTS_LIMIT, down_sample
+from lohan_app.runs.logs import read_log
+from lohan_app.runs.planning import plan_run
+from lohan_app.runs.schemas import LogView, MetricPoint, MetricsView, PlanRequest, RunDetail, RunRequest, RunView, detail_of, view_of
+from lohan_app.worker.celery import send, wake
+
+# A trainer reports its phases a few times a second while it loads; nobody reads further back.
+EVENTS_LIMIT = 5000
+IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """The reply to a submission: the run as it was queued; the same again where the request had been answered before."""
+
+    run: RunDetail
+    is_replay: bool
+
+
+# ---------------------------------------------------------------- planning
+def plan(context: AppContext, identity: Identity, request: PlanRequest) -> Plan:
+    """The memory split a run would have; nothing is stored.
+
+    Raises:
+        NotFound, Conflict: see `_checked_model` and `_checked_dataset`.
+        Unprocessable, ConfigError, CapacityError: see `runs.planning.plan_run`.
+    """
+    with read_transaction(context.engine) as session:
+        model = _checked_model(base_models.get(session, request.base_model_id))
+        if request.dataset_id is not None:
+            _visible_dataset(datasets.get(session, request.dataset_id), identity)
+    return _plan(context, model, request)
+
+
+def _plan(context: AppContext, model: BaseModel, request: PlanRequest) -> Plan:
+    micro, batch = request.engine.micro_batch_size, request.training.batch_size
+    if micro is not None and micro > batch:
+        raise Unprocessable(
+            f"engine.micro_batch_size is {micro}, above training.batch_size {batch}",
+            place="engine.micro_batch_size",
+            remedy=f"Use at most {batch}, or leave it to the plan.",
+        )
+    with read_transaction(context.engine) as session:
+        active = queries.active_runs(session)
+    return plan_run(model, request.training, request.engine, facts=context.hardware.facts(), active=active, settings=context.settings)
+
+
+def _checked_model(model: BaseModel | None) -> BaseModel:
+    if model is None:
+        raise NotFound("no such base model", place="base_model_id", remedy="Look at the list of base models.")
+    if model.state is not BaseModelState.READY:
+        raise Conflict(
+            f"the base model {model.name!r} is {model.state}",
+            place="base_model_id",
+            remedy="Wait until it is ready." if model.state is BaseModelState.INSPECTING else "Use another model; its page says why.",
+        )
+    return model
+
+
+def _visible_dataset(dataset: Dataset | None, identity: Identity) -> Dataset:
+    if dataset is None or not identity.may_see(dataset.owner_id):
+        raise NotFound("no such dataset", place="dataset_id", remedy="Look at the list of datasets.")
+    return dataset
+
+
+def _checked_dataset(dataset: Dataset | None, identity: Identity, request: RunRequest) -> Dataset:
+    dataset = _visible_dataset(dataset, identity)
+    if dataset.state is DatasetState.HAS_BAD_ROWS and not request.skip_bad_rows:
+        raise Unprocessable(
+            f"{dataset.bad_row_count} rows of the dataset cannot be used",
+            place="skip_bad_rows",
+            remedy=f"Correct them (GET /api/v1/datasets/{dataset.id}/errors lists them), or set skip_bad_rows to train without them.",
+        )
+    if dataset.state not in (DatasetState.READY, DatasetState.HAS_BAD_ROWS):
+        raise Conflict(
+            f"the dataset {dataset.name!r} is {dataset.state}",
+            place="dataset_id",
+            remedy="Use another dataset; its page says why." if dataset.state is DatasetState.INVALID else "Wait until it is ready.",
+        )
+    return dataset
+
+
+# ---------------------------------------------------------------- submission
+def submit(context: AppContext, identity: Identity, request: RunRequest, idempotency_key: str | None = None) -> Submission:
+    """Queue a run with the plan it was made for, and have its rows prepared.
+
+    Raises:
+        as `plan`, and Unprocessable: the idempotency key is malformed, or was used for another request.
+    """
+    if idempotency_key is not None and IDEMPOTENCY_KEY.fullmatch(idempotency_key) is None:
+        raise Unprocessable(
+            "the idempotency key is malformed", place="Idempotency-Key", remedy="Use 1 to 255 visible ASCII characters, such as a UUID."
+        )
+    body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
+    with read_transaction(context.engine) as session:
+        answered = _answered(session, identity, idempotency_key, body_hash)
+        if answered is not None:
+            return answered
+        model = _checked_model(base_models.get(session, request.base_model_id))
+        _checked_dataset(datasets.get(session, request.dataset_id), identity, request)
+    made = _plan(context, model, request)
+    try:
+        submission = _store(context, identity, request, made, idempotency_key, body_hash)
+    except IntegrityError:
+        # The same key at the same time on PostgreSQL: its primary key let the other request through, whose reply is this one's too.
+        with read_transaction(context.engine) as session:
+            answered = _answered(session, identity, idempotency_key, body_hash)
+        if answered is None:
+            raise
+        return answered
+    if not submission.is_replay:
+        send("runs.prepare", submission.run.id, settings=context.settings)
+    return submission
+
+
+def _answered(session: Session, identity: Identity, key: str | None, body_hash: str) -> Submission | None:
+    """The reply this key got before.
+
+    Raises:
+        Unprocessable: it was the key of another request.
+    """
+    stored = queries.stored_reply(session, identity.user_id, key) if key is not None else None
+    if stored is None:
+        return None
+    if stored.body_hash != body_hash:
+        raise Unprocessable(
+            "this idempotency key was used for another request", place="Idempotency-Key", remedy="Use a new key for a new request."
+        )
+    return Submission(RunDetail.model_validate(stored.reply), is_replay=True)
+
+
+def _store(context: AppContext, identity: Identity, request: RunRequest, made: Plan, key: str | None, body_hash: str) -> Submission:
+    """The run, its idempotency key and its audit entry in one transaction; what was checked before is checked again under it."""
+    with write_transaction(context.engine) as session:
+        answered = _answered(session, identity, key, body_hash)
+        if answered is not None:
+            return answered
+        model = _checked_model(base_models.get_locked(session, request.base_model_id))
+        dataset = _checked_dataset(datasets.get_locked(session, request.dataset_id), identity, request)
+        run = Run(
+            owner_id=identity.user_id,
+            name=request.name,
+            base_model_id=model.id,
+            dataset_id=dataset.id,
+            skip_bad_rows=request.skip_bad_rows,
+            settings={"training": request.training.model_dump(mode="json"), "engine": request.engine.model_dump(mode="json")},
+            plan=made.model_dump(mode="json"),
+            state=RunState.QUEUED,
+            devices=[],
+        )
+        session.add(run)
+        session.flush()
+        detail = detail_of(queries.NamedRun(run, identity.user_name, model.name, dataset.name))
+        if key is not None:
+            reply = detail.model_dump(mode="json")
+            queries.store_reply(
+                session, IdempotencyKey(user_id=identity.user_id, key=key, body_hash=body_hash, status_code=201, reply=reply)
+            )
+        add_audit_entry(session, user_id=identity.user_id, action="run.submit", subject=run.id, address=identity.address)
+    return Submission(detail, is_replay=False)
+
+
+# ---------------------------------------------------------------- reading
+def list_runs(
+    context: AppContext,
+    identity: Identity,
+    after: str | None = None,
+    limit: int = DEFAULT_LIMIT,
+    states: Collection[RunState] | None = None,
+) -> Page[RunView]:
+    """The user's runs in one of `states` (None: in any), newest first; an administrator's list has everybody's."""
+    owner_id = None if identity.is_admin else identity.user_id
+    with read_transaction(context.engine) as session:
+        rows = queries.list_runs(session, owner_id=owner_id, states=states, after=after, limit=limit + 1)
+    return make_page(rows, limit, view_of, lambda row: row.run.id)
+
+
+def get_run(context: AppContext, identity: Identity, run_id: str) -> RunDetail:
+    """Raises NotFound where there is none that this user may see."""
+    with read_transaction(context.engine) as session:
+        return detail_of(_visible(session, identity, run_id))
+
+
+def _visible(session: Session, identity: Identity, run_id: str) -> queries.NamedRun:
+    # A stranger's run and none at all look the same.
+    row = queries.named_run(session, run_id)
+    if row is None or not identity.may_see(row.run.owner_id):
+        raise NotFound("no such run", place=run_id, remedy="Look at the list of runs.")
+    return row
+
+
+def metrics(context: AppContext, identity: Identity, run_id: str, after_step: int = 0) -> MetricsView:
+    """The run's curve after `after_step`, down-sampled to 2,000 points."""
+    with read_transaction(context.engine) as session:
+        _visible(session, identity, run_id)
+        total, first, last = queries.metrics_range(session, run_id, after_step)
+        attempt, seq = queries.last_cursor(session, run_id)
+        points = queries.iterate_metrics(session, run_id, after_step)
+        if total > POINTS_LIMIT:
+            points = down_sample(points, first_step=first, last_step=last)
+        data = [MetricPoint.model_validate(point) for point in points]
+    last_event_id = f"{attempt}:{seq}" if attempt else None
+    return MetricsView(data=data, total=total, down_sampled=total > POINTS_LIMIT, last_event_id=last_event_id)
+
+
+def recorded_events(context: AppContext, identity: Identity, run_id: str) -> Sequence[RunEvent]:
+    """What the trainer said besides its steps, oldest first; the last 5,000."""
+    with read_transaction(context.engine) as session:
+        _visible(session, identity, run_id)
+        return queries.recorded_events(session, run_id, EVENTS_LIMIT)
+
+
+def log_tail(context: AppContext, identity: Identity, run_id: str, offset: int | None = None) -> LogView:
+    """The trainer's log from byte `offset` on; its last 64 KiB where none is given."""
+    with read_transaction(context.engine) as session:
+        _visible(session, identity, run_id)
+    return read_log(context.settings.run_folder(run_id) / "trainer.log", offset)
+
+
+def export_of(context: AppContext, identity: Identity, run_id: str) -> tuple[Path, str]:
+    """The folder with the run's result, and the run's name.
+
+    Raises:
+        NotFound: see `get_run`.
+        Conflict: the run has no result (yet).
+    """
+    with read_transaction(context.engine) as session:
+        run = _visible(session, identity, run_id).run
+    folder = context.settings.run_folder(run_id) / "export"
+    if run.state is not RunState.SUCCEEDED:
+        raise Conflict(f"the run is {run.state}, and has no result", place=run_id, remedy="A run that succeeded can be downloaded.")
+    if not folder.is_dir():
+        raise NotFound("the run's result is no longer on the disk", place=run_id, remedy="Run it again.")
+    return folder, run.name
+
+
+# ---------------------------------------------------------------- cancelling
+def cancel(context: AppContext, identity: Identity, run_id: str) -> RunDetail:
+    """Ask for the run to be cancelled. One that waits is cancelled at once; one at work finishes its step first.
+
+    Raises:
+        NotFound: see `get_run`.
+        Conflict: it has ended already.
+    """
+    with write_transaction(context.engine) as session:
+        run = _visible(session, identity, run_id).run
+        if run.state in TERMINAL_STATES:
+            raise Conflict(f"the run is {run.state} already", place=run_id, remedy="Nothing is left to cancel.")
+        if run.wanted is not Wanted.CANCEL:
+            add_audit_entry(session, user_id=identity.user_id, action="run.cancel", subject=run_id, address=identity.address)
+        run.wanted = Wanted.CANCEL
+        session.flush()
+        _cancel_waiting(session, run_id)
+    announce(context.settings, run_id)
+    wake(context.settings)
+    return get_run(context, identity, run_id)
+
+
+def _cancel_waiting(session: Session, run_id: str) -> None:
+    """States without a supervisor are left here; in the others the supervisor sees what is wanted and does it."""
+    waiting = {RunState.DRAFT, RunState.QUEUED, RunState.PAUSED}
+    repository.transition(
+        session, run_id, source=waiting, target=RunState.CANCELLED, finished_at=now(), state_reason="", phase_progress=None
+    )
