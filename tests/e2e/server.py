@@ -97,14 +97,10 @@ class Site:
         return answers(self.url)
 
     def stop(self) -> None:
-        """End the process; whoever has a page open loses the connection."""
+        """Kill the process: whoever has a page open loses the connection, as when a machine goes away."""
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(15)
-            except subprocess.TimeoutExpired:  # an open event stream may hold it
-                self._process.kill()
-                self._process.wait()
+            self._process.kill()
+            self._process.wait()
             self._process = None
 
     def close(self) -> None:

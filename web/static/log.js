@@ -7,7 +7,6 @@ class LogTail {
     this.state = state;
     this.address = address;
     this.offset = null;
-    this.rest = "";
     this.lines = [];
     this.busy = false;
     this.again = false;
@@ -40,6 +39,8 @@ class LogTail {
       if (!reply.ok) throw new Error(`log: ${reply.status}`);
       const part = await reply.json();
       const moved = part.next_offset !== this.offset;
+      // The log was started anew.
+      if (this.offset !== null && part.next_offset < this.offset) this.lines = [];
       this.offset = part.next_offset;
       this.append(part.text);
       this.state.textContent = this.lines.length ? "" : "Nothing has been written yet.";
@@ -50,25 +51,17 @@ class LogTail {
   append(text) {
     if (!text) return;
     const follows = this.element.scrollTop + this.element.clientHeight >= this.element.scrollHeight - 24;
-    const pieces = (this.rest + text).split("\n");
-    this.rest = pieces.pop();
-    for (const piece of pieces) this.lines.push(LogTail.clean(piece));
+    for (const line of text.replace(/\n$/, "").split("\n")) this.lines.push(LogTail.clean(line));
     if (this.lines.length > LogTail.LINES) this.lines.splice(0, this.lines.length - LogTail.LINES);
-    this.element.textContent = this.lines.concat(this.rest ? [LogTail.clean(this.rest)] : []).join("\n");
+    this.element.textContent = this.lines.join("\n");
     if (follows) this.element.scrollTop = this.element.scrollHeight;
   }
 
-  // Terminal sequences go, an overwritten line shows its last state, hidden and reordering characters become visible.
+  // The server sends plain text; what is left is made visible: characters that would hide or reorder others.
   static clean(line) {
-    const plain = line.replace(LogTail.TERMINAL, "").replace(/\r+$/, "");
-    const last = plain.slice(plain.lastIndexOf("\r") + 1);
-    const shown = last.length > LogTail.LINE_CHARACTERS ? `${last.slice(0, LogTail.LINE_CHARACTERS)} … (${last.length} characters)` : last;
-    return shown.replace(LogTail.HIDDEN, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
+    return line.replace(LogTail.HIDDEN, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
   }
 }
 
 LogTail.LINES = 2000;
-LogTail.LINE_CHARACTERS = 8000;
-// Colours and cursor movement (CSI), titles and links (OSC, ended by BEL or ST), and lone two-character escapes.
-LogTail.TERMINAL = /\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\-_])/g;
-LogTail.HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]/g;
+LogTail.HIDDEN = /[\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]/g;

@@ -12,11 +12,15 @@
     document.getElementById("curve-gap"),
   );
   const LONGEST_WAIT_SECONDS = 30;
-  // The server says something at least every 15 s (a comment line), so a browser that hears nothing has lost it; see onerror.
-  const REFRESH_MILLISECONDS = 700;
+  // Of a burst of events only the last needs a new summary.
+  const REFRESH_MILLISECONDS = 500;
+  // The server ends every stream after a quarter of an hour; a gap this short is not worth a word.
+  const SILENT_RETRIES = 1;
+  const FINAL_STATES = new Set(["succeeded", "failed", "cancelled"]);
   let source = null;
   let attempt = 0;
-  let waitSeconds = 1;
+  let lastEventId = null;
+  let retries = 0;
   let retry = null;
   let countdown = null;
   let refresh = null;
@@ -44,7 +48,6 @@
     setLive("eta", duration(event.eta_seconds));
     setLive("loss", Number.isFinite(event.loss) ? event.loss.toFixed(4) : "–");
     if (Number.isFinite(event.tokens_per_second)) setLive("speed", `${Math.round(event.tokens_per_second).toLocaleString("en")} tokens/s`);
-    if (Number.isFinite(event.epoch)) setLive("epoch", `epoch ${event.epoch.toFixed(2)}`);
     const bar = document.querySelector("#run-summary progress");
     if (bar && event.total_steps) bar.value = event.step / event.total_steps;
   }
@@ -63,7 +66,9 @@
       const reply = await fetch(`${api}/metrics?after_step=${curve.lastStep}`, { headers: { Accept: "application/json" } });
       if (!reply.ok) throw new Error(`metrics: ${reply.status}`);
       const before = curve.lastStep;
-      for (const point of (await reply.json()).data) {
+      const part = await reply.json();
+      lastEventId ??= part.last_event_id;
+      for (const point of part.data) {
         attempt = Math.max(attempt, point.attempt);
         curve.add(point.step, point.loss);
       }
@@ -72,14 +77,15 @@
     if (!curve.lastStep) document.getElementById("curve-note").textContent = isTerminal() ? "This run made no step." : "The curve begins with the first step.";
   }
 
+  function beginAttempt(number) {
+    if (number <= attempt) return;
+    attempt = number;
+    curve.clear();
+  }
+
   function onStep(event) {
-    if (event.attempt > attempt) {
-      if (attempt && curve.lastStep) curve.clear();
-      attempt = event.attempt;
-    }
-    // A step was missed while nobody listened: fetch what lies between, this one included.
-    if (event.step > curve.lastStep + 1) loadMetrics().catch(() => {});
-    else curve.add(event.step, event.loss);
+    beginAttempt(event.attempt);
+    curve.add(event.step, event.loss);
     showStep(event);
     log.poll();
   }
@@ -89,11 +95,10 @@
     clearTimeout(retry);
     clearInterval(countdown);
     if (source || document.hidden || isTerminal()) return;
-    source = new EventSource(`${api}/events`);
+    source = new EventSource(lastEventId ? `${api}/events?last_event_id=${lastEventId}` : `${api}/events`);
     source.addEventListener("open", () => {
-      waitSeconds = 1;
+      retries = 0;
       connection.hidden = true;
-      loadMetrics().catch(() => {});
       refreshSoon();
     });
     source.addEventListener("error", () => {
@@ -104,9 +109,11 @@
       const event = heard(message);
       if (event) onStep(event);
     });
-    for (const type of ["phase", "evaluation", "warning", "exit", "state", "started"]) {
+    for (const type of ["started", "phase", "evaluation", "warning", "exit", "state"]) {
       source.addEventListener(type, (message) => {
-        heard(message);
+        const event = heard(message);
+        if (type === "started" && event) beginAttempt(event.attempt);
+        if (type === "state" && event && FINAL_STATES.has(event.state)) disconnect();
         refreshSoon();
         log.poll();
       });
@@ -116,6 +123,7 @@
   function heard(message) {
     try {
       const event = JSON.parse(message.data);
+      lastEventId = message.lastEventId || lastEventId;
       if (Number.isFinite(event.time)) lastNews = new Date(event.time * 1000);
       return event;
     } catch {
@@ -128,19 +136,21 @@
     source = null;
   }
 
+  // 1, 2, 4 … 30 s, and a random part, so that after a restart not every open page comes at once.
   function reconnectLater() {
     if (isTerminal() || document.hidden) return;
+    const waitSeconds = Math.min(LONGEST_WAIT_SECONDS, 2 ** retries);
+    retries += 1;
     let left = waitSeconds;
-    waitSeconds = Math.min(LONGEST_WAIT_SECONDS, 2 * waitSeconds);
     const since = lastNews ? ` What you see is from ${lastNews.toLocaleTimeString()}.` : "";
     const say = () => {
-      connection.textContent = `Connection to the server lost.${since} Trying again${left > 1 ? ` in ${left} s` : ""}.`;
+      connection.textContent = `Connection to the server lost.${since} Trying again${left > 0 ? ` in ${left} s` : ""}.`;
       connection.hidden = false;
       left -= 1;
     };
-    say();
-    countdown = setInterval(say, 1000);
-    retry = setTimeout(connect, 1000 * left + 1000);
+    if (retries > SILENT_RETRIES) say();
+    countdown = setInterval(() => retries > SILENT_RETRIES && say(), 1000);
+    retry = setTimeout(connect, 1000 * (waitSeconds + Math.random() / 2));
   }
 
   // Browsers allow six connections to one server: a tab nobody looks at gives its own back.
@@ -170,8 +180,10 @@
     if (!document.hidden && !isTerminal()) log.poll();
   }, 4000);
 
-  loadMetrics().catch(() => {
-    document.getElementById("curve-note").textContent = "The curve could not be loaded. Reload the page to try again.";
-  });
-  connect();
+  // The curve first: it says behind which event the stream has to begin.
+  loadMetrics()
+    .catch(() => {
+      document.getElementById("curve-note").textContent = "The curve could not be loaded. Reload the page to try again.";
+    })
+    .finally(connect);
 })();

@@ -1,0 +1,210 @@
+"""Pages of the runs: list, new run with its plan, and the run itself."""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+
+from lohan.errors import CapacityError, LohanError
+from lohan_app.auth.dependencies import CurrentUser, RunWriter
+from lohan_app.auth.schemas import Identity, Scope
+from lohan_app.base_models import service as base_models
+from lohan_app.context import AppContext, Context
+from lohan_app.datasets import service as datasets
+from lohan_app.datasets.schemas import DatasetView
+from lohan_app.entities import BaseModelState, DatasetState, RunState
+from lohan_app.errors import problem_of_error
+from lohan_app.forms import FormError
+from lohan_app.paging import MAXIMUM_LIMIT, After
+from lohan_app.runs import presentation, run_form, service
+from lohan_app.runs.states import ACTIVE_STATES
+from lohan_app.templating import render
+
+router = APIRouter()
+
+RUNS_SHOWN = 25
+EVENTS_SHOWN = 200
+BUSY_STATES = ACTIVE_STATES | {RunState.QUEUED}
+# Name in the address -> label and states; all states where there are none.
+FILTERS: dict[str, tuple[str, frozenset[RunState]]] = {
+    "all": ("All", frozenset()),
+    "running": ("Running", ACTIVE_STATES),
+    "queued": ("Queued", frozenset({RunState.QUEUED, RunState.PAUSED, RunState.DRAFT})),
+    "succeeded": ("Succeeded", frozenset({RunState.SUCCEEDED})),
+    "failed": ("Failed", frozenset({RunState.FAILED})),
+    "cancelled": ("Cancelled", frozenset({RunState.CANCELLED})),
+}
+Show = Annotated[str, Query(alias="show", max_length=20)]
+
+
+# ---------------------------------------------------------------- list
+def _list_fields(context: AppContext, identity: Identity, show: str, after: str | None) -> dict[str, Any]:
+    chosen = show if show in FILTERS else "all"
+    page = service.list_runs(context, identity, after, RUNS_SHOWN, states=FILTERS[chosen][1] or None)
+    return {
+        "runs": page.items,
+        "show": chosen,
+        "after": after,
+        "next_after": page.next_cursor,
+        # A filtered list may gain runs that were in another state before; only a page of ended runs stays as it is.
+        "is_busy": any(run.state in BUSY_STATES for run in page.items) or chosen in ("running", "queued"),
+        "phase_names": presentation.PHASE_NAMES,
+    }
+
+
+@router.get("/runs")
+def runs_page(request: Request, identity: CurrentUser, context: Context, show: Show = "all", after: After = None) -> HTMLResponse:
+    fields = _list_fields(context, identity, show, after) | {"filters": [(name, label) for name, (label, _) in FILTERS.items()]}
+    return render(request, "runs/index.html", fields, viewer=identity)
+
+
+@router.get("/runs/partials/list")
+def runs_list(request: Request, identity: CurrentUser, context: Context, show: Show = "all", after: After = None) -> HTMLResponse:
+    return render(request, "runs/_list.html", _list_fields(context, identity, show, after), viewer=identity)
+
+
+# ---------------------------------------------------------------- new run
+async def _form(request: Request) -> dict[str, str]:
+    """The sent fields as text; a field sent twice counts once."""
+    return {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
+
+
+Form = Annotated[dict[str, str], Depends(_form)]
+
+
+def _devices(context: AppContext) -> list[tuple[str, str]]:
+    try:
+        facts = context.hardware.facts()
+    except LohanError:
+        return [("auto", "Automatic")]
+    allowed = context.settings.devices
+    gpus = [(gpu.uuid, f"GPU {gpu.index}: {gpu.name}") for gpu in facts.gpus if not allowed or gpu.uuid in allowed]
+    with_cpu = not gpus or any(name.startswith("cpu") for name in allowed)
+    return [("auto", "Automatic"), *gpus, *([("cpu", "CPU")] if with_cpu else [])]
+
+
+def _usable_datasets(context: AppContext, identity: Identity) -> list[DatasetView]:
+    usable = (DatasetState.READY, DatasetState.HAS_BAD_ROWS)
+    return [dataset for dataset in datasets.list_datasets(context, identity, limit=MAXIMUM_LIMIT).items if dataset.state in usable]
+
+
+def _form_fields(context: AppContext, identity: Identity, values: dict[str, Any], error: LohanError | None = None) -> dict[str, Any]:
+    """Everything the form shows; an unknown or missing choice becomes the first there is."""
+    models = [model for model in base_models.list_models(context).items if model.state is BaseModelState.READY]
+    usable = _usable_datasets(context, identity)
+    for name, choices in (("base_model_id", models), ("dataset_id", usable)):
+        if values[name] not in [choice.id for choice in choices]:
+            values[name] = choices[0].id if choices else ""
+    faults: Mapping[str, str] = error.faults if isinstance(error, FormError) else {}
+    chosen = next((dataset for dataset in usable if dataset.id == values["dataset_id"]), None)
+    return {
+        "models": [(model.id, model.name) for model in models],
+        "datasets": [(dataset.id, dataset.name) for dataset in usable],
+        "devices": _devices(context),
+        "values": values,
+        "faults": defaultdict(str, faults),
+        "problem": error,
+        "opens_more": any(name in run_form.MORE_FIELDS for name in faults),
+        "bad_rows": chosen if chosen is not None and chosen.bad_row_count else None,
+        "swap_out_of_band": False,
+        "plan": None,
+        "shortage": None,
+        "plan_problem": None,
+    }
+
+
+def _plan_fields(context: AppContext, identity: Identity, form: Mapping[str, str]) -> dict[str, Any]:
+    """The plan, or why there is none."""
+    if not form.get("base_model_id"):
+        return {}
+    try:
+        return {"plan": service.plan(context, identity, run_form.read_plan_request(form)).model_dump(mode="json")}
+    except CapacityError as error:
+        return {"shortage": error}
+    except LohanError as error:
+        return {"plan_problem": error}
+
+
+@router.get("/runs/new")
+def new_run_page(request: Request, identity: CurrentUser, context: Context, base_model_id: str = "", dataset_id: str = "") -> HTMLResponse:
+    values = run_form.default_values() | {"base_model_id": base_model_id, "dataset_id": dataset_id}
+    fields = _form_fields(context, identity, values) | {"idempotency_key": uuid.uuid4().hex}
+    fields |= _plan_fields(context, identity, {name: str(value) for name, value in values.items()})
+    return render(request, "runs/new.html", fields, viewer=identity)
+
+
+@router.post("/runs/partials/plan")
+def plan_preview(request: Request, identity: RunWriter, context: Context, form: Form) -> HTMLResponse:
+    fields = _form_fields(context, identity, run_form.kept_values(form)) | {"swap_out_of_band": True}
+    return render(request, "runs/_preview.html", fields | _plan_fields(context, identity, form), viewer=identity)
+
+
+def _fallback_name(context: AppContext, identity: Identity, form: Mapping[str, str]) -> str:
+    model = base_models.get_model(context, form.get("base_model_id", "")).name
+    return f"{model} on {datasets.get_dataset(context, identity, form.get('dataset_id', '')).name}"
+
+
+@router.post("/runs")
+def submit_run(request: Request, identity: RunWriter, context: Context, form: Form) -> Response:
+    """Queue the run; the form's hidden key makes a second click or a reload answer with the same run."""
+    try:
+        wanted = run_form.read_run_request(form, fallback_name=_fallback_name(context, identity, form))
+        submission = service.submit(context, identity, wanted, form.get("idempotency_key") or None)
+    except LohanError as error:
+        fields = _form_fields(context, identity, run_form.kept_values(form), error)
+        fields |= {"idempotency_key": uuid.uuid4().hex} | _plan_fields(context, identity, form)
+        return render(request, "runs/new.html", fields, viewer=identity, status_code=problem_of_error(error).status)
+    return RedirectResponse(f"/runs/{submission.run.id}", 303)
+
+
+# ---------------------------------------------------------------- one run
+def _summary(context: AppContext, identity: Identity, run_id: str) -> dict[str, Any]:
+    run = service.get_run(context, identity, run_id)
+    latest = service.metrics(context, identity, run_id, after_step=max(0, run.step - 1)).data
+    speed = latest[-1].tokens_per_second if latest else None
+    return presentation.summary_fields(run, tokens_per_second=speed, may_write=identity.may(Scope.RUNS))
+
+
+def _events(context: AppContext, identity: Identity, run_id: str) -> list[dict[str, Any]]:
+    return presentation.describe_events(service.recorded_events(context, identity, run_id))[:EVENTS_SHOWN]
+
+
+@router.get("/runs/{run_id}")
+def run_page(request: Request, identity: CurrentUser, context: Context, run_id: str) -> HTMLResponse:
+    return _run_page(request, context, identity, run_id)
+
+
+def _run_page(request: Request, context: AppContext, identity: Identity, run_id: str, problem: LohanError | None = None) -> HTMLResponse:
+    fields = _summary(context, identity, run_id)
+    fields |= {
+        "events": _events(context, identity, run_id),
+        "plan": fields["run"].plan,
+        "settings": presentation.describe_settings(fields["run"].settings),
+        "problem": problem,
+    }
+    return render(request, "runs/detail.html", fields, viewer=identity, status_code=problem_of_error(problem).status if problem else 200)
+
+
+@router.get("/runs/{run_id}/partials/summary")
+def run_summary(request: Request, identity: CurrentUser, context: Context, run_id: str) -> HTMLResponse:
+    return render(request, "runs/_summary.html", _summary(context, identity, run_id), viewer=identity)
+
+
+@router.get("/runs/{run_id}/partials/events")
+def run_events(request: Request, identity: CurrentUser, context: Context, run_id: str) -> HTMLResponse:
+    fields = _summary(context, identity, run_id) | {"events": _events(context, identity, run_id)}
+    return render(request, "runs/_events.html", fields, viewer=identity)
+
+
+@router.post("/runs/{run_id}/cancel")
+def cancel_run(request: Request, identity: RunWriter, context: Context, run_id: str) -> Response:
+    try:
+        service.cancel(context, identity, run_id)
+    except LohanError as error:
+        return _run_page(request, context, identity, run_id, error)
+    return RedirectResponse(f"/runs/{run_id}", 303)

@@ -1,0 +1,178 @@
+"""A run in words: its phases, numbers, events and settings as the pages print them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from lohan.events import EventType, ExitReason, Phase
+from lohan.units import GIB, format_count, format_duration
+from lohan_app.entities import TERMINAL_STATES, RunState
+from lohan_app.entities.base import now
+from lohan_app.runs.schemas import RunDetail, RunView
+from lohan_app.runs.states import ACTIVE_STATES
+from lohan_app.templating import MISSING, format_integer, format_number, format_rate, from_unix
+
+PHASE_NAMES = {
+    Phase.PREPARING_DATA: "Preparing the rows",
+    Phase.LOADING_MODEL: "Loading the model",
+    Phase.EVALUATING: "Evaluating",
+    Phase.TRAINING: "Training",
+    Phase.EXPORTING: "Exporting",
+}
+# The evaluation comes twice; the others once, in this order.
+PHASE_LINE = (Phase.PREPARING_DATA, Phase.LOADING_MODEL, Phase.EVALUATING, Phase.TRAINING, Phase.EVALUATING, Phase.EXPORTING)
+SILENCE = timedelta(minutes=2)
+"""A running trainer that has written nothing for this long is pointed out; large models do take minutes for a step."""
+EXIT_TEXTS = {
+    ExitReason.SUCCEEDED: ("good", "Succeeded"),
+    ExitReason.CANCELLED: ("", "Stopped because it was cancelled"),
+    ExitReason.INTERRUPTED: ("warn", "Interrupted: the machine or the service stops"),
+}
+SETTING_NAMES = {
+    "batch_size": "Batch size",
+    "sequence_length": "Sequence length",
+    "epochs": "Epochs",
+    "max_steps": "Steps at most",
+    "learning_rate": "Learning rate",
+    "schedule": "Schedule",
+    "warmup_steps": "Warm-up steps",
+    "weight_decay": "Weight decay",
+    "precision": "Precision",
+    "evaluation_rows": "Rows to evaluate",
+    "seed": "Seed",
+    "device": "Device",
+    "micro_batch_size": "Micro-batch",
+    "gpu_memory_bytes": "GPU memory at most",
+    "host_memory_bytes": "RAM at most",
+}
+
+
+def summary_fields(run: RunDetail, *, tokens_per_second: float | None, may_write: bool) -> dict[str, Any]:
+    """What the top of a run's page shows."""
+    is_terminal = run.state in TERMINAL_STATES
+    return {
+        "run": run,
+        "is_terminal": is_terminal,
+        "may_cancel": may_write and not is_terminal and run.state is not RunState.CANCELLING,
+        "is_silent": _is_silent(run),
+        "phases": phase_line(run),
+        "fraction": fraction(run),
+        "steps_text": f"{run.step:,} of {run.total_steps:,}" if run.total_steps else MISSING,
+        "attempt_text": f"attempt {run.attempt}" if run.attempt > 1 else "",
+        "eta_text": format_duration(run.eta_seconds) if run.state in ACTIVE_STATES and run.eta_seconds is not None else MISSING,
+        "speed_text": f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second is not None else MISSING,
+        **_evaluation(run),
+    }
+
+
+def _is_silent(run: RunView) -> bool:
+    return run.state is RunState.RUNNING and run.heartbeat_at is not None and now() - run.heartbeat_at > SILENCE
+
+
+def _evaluation(run: RunView) -> dict[str, str]:
+    if run.first_loss is None:
+        return {"loss_text": MISSING, "loss_note": ""}
+    if run.last_loss is None:
+        return {"loss_text": format_number(run.first_loss), "loss_note": "before the first step"}
+    return {"loss_text": f"{format_number(run.first_loss)} → {format_number(run.last_loss)}", "loss_note": "before and after"}
+
+
+def _position(run: RunView) -> int:
+    """Where in `PHASE_LINE` the run is; -1 before the first."""
+    if run.state is RunState.SUCCEEDED:
+        return len(PHASE_LINE)
+    if run.phase == Phase.EVALUATING:
+        return 4 if run.step else 2
+    positions: dict[str, int] = {phase: index for index, phase in enumerate(PHASE_LINE) if phase is not Phase.EVALUATING}
+    # Rows are prepared while the run waits in the queue; after that it has no phase until its trainer names one.
+    return positions.get(run.phase, 1 if run.prepared_at is not None and run.state is not RunState.QUEUED else -1)
+
+
+def phase_line(run: RunView) -> list[dict[str, str]]:
+    """Every phase with its status: done, now, failed or later."""
+    here = _position(run)
+    current = {RunState.FAILED: "failed", RunState.CANCELLED: "failed"}.get(run.state, "now")
+    line = []
+    for index, phase in enumerate(PHASE_LINE):
+        if index == 0 and run.prepared_at is not None and here != 0:
+            status = "done"
+        else:
+            status = "done" if index < here else current if index == here else "later"
+        line.append({"label": PHASE_NAMES[phase], "status": status})
+    return line
+
+
+def fraction(run: RunView) -> float | None:
+    """How much of the bar is full, 0 to 1; None while that is unknown."""
+    if run.state is RunState.SUCCEEDED:
+        return 1.0
+    if run.total_steps and (run.phase == Phase.TRAINING or run.state in TERMINAL_STATES):
+        return min(1.0, run.step / run.total_steps)
+    if run.phase and run.phase_progress is not None:
+        return min(1.0, max(0.0, run.phase_progress))
+    return None if run.state in ACTIVE_STATES else 0.0
+
+
+def describe_events(events: Iterable[Any]) -> list[dict[str, Any]]:
+    """The trainer's events as sentences, newest first; of a phase's many reports of progress only the first."""
+    told: list[dict[str, Any]] = []
+    phase: tuple[int, str] | None = None
+    for event in events:
+        if event.type == EventType.PHASE:
+            current = (event.attempt, str(event.fields.get("phase", "")))
+            if current == phase:
+                continue
+            phase = current
+        tone, text = _describe(event.type, event.fields, event.attempt)
+        told.append({"time": from_unix(event.time), "tone": tone, "text": text})
+    return told[::-1]
+
+
+def _describe(kind: str, fields: dict[str, Any], attempt: int) -> tuple[str, str]:
+    """Tone and sentence of one event. Fields come from a file on disk: none is trusted to be there."""
+    match kind:
+        case EventType.STARTED:
+            parameters = fields.get("parameters")
+            size = f" with {format_count(parameters)} parameters" if isinstance(parameters, int) else ""
+            again = f" (attempt {attempt})" if attempt > 1 else ""
+            return "", f"Trainer started on {fields.get('device', 'its device')}{size}{again}"
+        case EventType.PHASE:
+            name = PHASE_NAMES.get(fields.get("phase", ""), str(fields.get("phase", "Next phase")))
+            detail = str(fields.get("detail") or "")
+            return "", f"{name}: {detail}" if detail else name
+        case EventType.EVALUATION:
+            when = "before the first step" if fields.get("when") == "before" else "after the last step"
+            loss = fields.get("loss")
+            value = format_number(loss) if isinstance(loss, int | float) else "not a finite number"
+            return "", f"Mean loss over {fields.get('rows', 'the same')} rows {when}: {value}"
+        case EventType.WARNING:
+            return "warn", " ".join(str(fields[name]) for name in ("message", "remedy") if fields.get(name))
+        case EventType.EXIT:
+            return _describe_exit(fields)
+        case _:
+            return "", kind
+
+
+def _describe_exit(fields: dict[str, Any]) -> tuple[str, str]:
+    reason = str(fields.get("reason", ""))
+    if reason in EXIT_TEXTS:
+        return EXIT_TEXTS[ExitReason(reason)]
+    error = fields.get("error")
+    message = error.get("message") if isinstance(error, dict) else None
+    return "bad", f"Failed: {message}" if message else "Failed"
+
+
+def describe_settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """The settings a run was queued with, those that were left open not among them."""
+    values = {**settings.get("training", {}), **settings.get("engine", {})}
+    return [(label, _setting(name, values[name])) for name, label in SETTING_NAMES.items() if values.get(name) is not None]
+
+
+def _setting(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return f"{value / GIB:g} GiB"
+    if name in ("learning_rate", "weight_decay", "epochs"):
+        return format_rate(value)
+    return format_integer(value) if isinstance(value, int) else str(value)

@@ -1,0 +1,96 @@
+"""The new-run form: what its fields mean, and their way into a `RunRequest` or `PlanRequest`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lohan.config import EngineSection, TrainingSection
+from lohan.units import GIB
+from lohan_app.forms import FormError, read_form, without_blanks
+from lohan_app.runs.schemas import PlanRequest, RunRequest
+from lohan_app.templating import format_rate
+
+TRAINING_FIELDS = (
+    "batch_size",
+    "sequence_length",
+    "learning_rate",
+    "epochs",
+    "max_steps",
+    "precision",
+    "schedule",
+    "warmup_steps",
+    "weight_decay",
+    "evaluation_rows",
+    "seed",
+)
+ENGINE_FIELDS = ("device", "micro_batch_size")
+# Form field -> field of the engine's section. People think in GiB, the engine in bytes.
+GIB_FIELDS = {"gpu_memory_gib": "gpu_memory_bytes", "host_memory_gib": "host_memory_bytes"}
+MORE_FIELDS = frozenset({"schedule", "warmup_steps", "weight_decay", "evaluation_rows", "seed", "micro_batch_size", "device", *GIB_FIELDS})
+"""Fields that lie under "More settings"."""
+
+
+def default_values() -> dict[str, Any]:
+    """The form as it opens: the engine's own defaults."""
+    training, engine = TrainingSection(), EngineSection()
+    return {
+        "base_model_id": "",
+        "dataset_id": "",
+        "name": "",
+        "skip_bad_rows": False,
+        "batch_size": training.batch_size,
+        "sequence_length": training.sequence_length,
+        "learning_rate": format_rate(training.learning_rate),
+        "epochs": format_rate(training.epochs),
+        "max_steps": "",
+        "precision": str(training.precision),
+        "schedule": str(training.schedule),
+        "warmup_steps": training.warmup_steps,
+        "weight_decay": format_rate(training.weight_decay),
+        "evaluation_rows": training.evaluation_rows,
+        "seed": training.seed,
+        "device": engine.device,
+        "micro_batch_size": "",
+        "gpu_memory_gib": "",
+        "host_memory_gib": "",
+    }
+
+
+def kept_values(form: Mapping[str, str]) -> dict[str, Any]:
+    """The form as it was sent, to be shown again."""
+    sent = {name: form[name] for name in default_values() if name in form and name != "skip_bad_rows"}
+    return default_values() | sent | {"skip_bad_rows": form.get("skip_bad_rows") == "true"}
+
+
+def _sections(form: Mapping[str, str]) -> dict[str, Any]:
+    filled = without_blanks(form)
+    engine: dict[str, Any] = {name: filled[name] for name in ENGINE_FIELDS if name in filled}
+    faults = {}
+    for name, target in GIB_FIELDS.items():
+        if name not in filled:
+            continue
+        try:
+            engine[target] = max(0, int(float(filled[name]) * GIB))
+        except (ValueError, OverflowError):
+            faults[name] = f"not a number (found {filled[name][:100]})"
+    if faults:
+        raise FormError(faults)
+    return {"training": {name: filled[name] for name in TRAINING_FIELDS if name in filled}, "engine": engine}
+
+
+def read_plan_request(form: Mapping[str, str]) -> PlanRequest:
+    """Raises FormError."""
+    wanted = {"base_model_id": form.get("base_model_id", ""), "dataset_id": form.get("dataset_id") or None}
+    return read_form(PlanRequest, wanted | _sections(form))
+
+
+def read_run_request(form: Mapping[str, str], *, fallback_name: str) -> RunRequest:
+    """Raises FormError."""
+    wanted = {
+        "base_model_id": form.get("base_model_id", ""),
+        "dataset_id": form.get("dataset_id", ""),
+        "name": form.get("name", "").strip() or fallback_name,
+        "skip_bad_rows": form.get("skip_bad_rows") == "true",
+    }
+    return read_form(RunRequest, wanted | _sections(form))

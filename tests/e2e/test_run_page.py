@@ -1,0 +1,149 @@
+"""The run page while its run goes on: the curve, the numbers, the log, a lost connection, a failure."""
+
+from __future__ import annotations
+
+import pytest
+from fixtures.waiting import wait_until
+from playwright.sync_api import Page, expect
+
+from lohan.events import EventType, ExitReason
+from lohan_app.db import write_transaction
+from lohan_app.entities import RunState
+from lohan_app.runs import repository
+from lohan_app.runs.states import Trigger
+from tests.e2e import arrange
+from tests.e2e.conftest import Complaints, Opener
+from tests.e2e.server import Site, Visitor
+
+pytestmark = pytest.mark.browser
+
+# Counts the event streams a page has open; put in before any script of the page runs.
+COUNT_STREAMS = """
+  window.openStreams = 0;
+  window.EventSource = class extends EventSource {
+    constructor(...parts) { super(...parts); window.openStreams += 1; this.counted = true; }
+    close() { if (this.counted) window.openStreams -= 1; this.counted = false; super.close(); }
+  };
+"""
+
+
+def curve_text(page: Page) -> str:
+    return page.locator("#curve-text").inner_text()
+
+
+def test_steps_arrive_without_a_reload(site: Site, visitor: Visitor, open_page: Opener) -> None:
+    run = arrange.add_run(site, visitor)
+    trainer = arrange.Trainer(site, run)
+    trainer.event(EventType.STARTED, device="cpu", total_steps=40)
+    trainer.event(EventType.PHASE, phase="training", progress=0.0, detail="")
+    trainer.steps(1, 5)
+    page = open_page(site, f"/runs/{run.id}", visitor)
+    expect(page.locator("#curve-text")).to_contain_text("Step 5:")
+    trainer.steps(6, 12)
+    expect(page.locator("#curve-text")).to_contain_text("Step 12:")
+    expect(page.locator("[data-live=step]")).to_have_text("12 of 40")
+    expect(page.locator("[data-live=speed]")).to_have_text("1,000 tokens/s")
+
+
+def test_a_step_without_a_finite_loss_is_a_gap_with_a_mark(site: Site, visitor: Visitor, open_page: Opener) -> None:
+    run = arrange.add_run(site, visitor)
+    trainer = arrange.Trainer(site, run)
+    trainer.steps(1, 5)
+    trainer.steps(6, 6, loss=float("nan"))
+    trainer.steps(7, 9)
+    page = open_page(site, f"/runs/{run.id}", visitor)
+    expect(page.locator("#curve-text")).to_contain_text("Step 9:")
+    expect(page.get_by_text("Not a finite number")).to_be_visible()
+    trainer.steps(10, 10, loss=float("nan"))
+    expect(page.locator("#curve-text")).to_contain_text("Step 10: loss not a finite number")
+
+
+def test_a_restarted_run_begins_its_curve_again(site: Site, visitor: Visitor, open_page: Opener) -> None:
+    run = arrange.add_run(site, visitor)
+    arrange.Trainer(site, run).steps(1, 9)
+    page = open_page(site, f"/runs/{run.id}", visitor)
+    expect(page.locator("#curve-text")).to_contain_text("Step 9:")
+    second = arrange.Trainer(site, run, attempt=2)
+    second.event(EventType.STARTED, device="cpu", total_steps=40)
+    second.steps(1, 3)
+    expect(page.locator("#curve-text")).to_contain_text("Step 3:")
+
+
+def test_one_stream_is_open_and_none_while_the_tab_is_hidden(site: Site, visitor: Visitor, open_page: Opener) -> None:
+    run = arrange.add_run(site, visitor)
+    trainer = arrange.Trainer(site, run)
+    trainer.steps(1, 2)
+    page = open_page(site, "/settings", visitor)
+    page.add_init_script(COUNT_STREAMS)
+    page.goto(f"/runs/{run.id}")
+    wait_until(lambda: page.evaluate("window.openStreams") == 1, what="one stream is open")
+    page.evaluate("""Object.defineProperty(document, "hidden", {configurable: true, get: () => true});
+                     document.dispatchEvent(new Event("visibilitychange"))""")
+    assert page.evaluate("window.openStreams") == 0
+    trainer.steps(3, 8)
+    page.evaluate("""Object.defineProperty(document, "hidden", {configurable: true, get: () => false});
+                     document.dispatchEvent(new Event("visibilitychange"))""")
+    expect(page.locator("#curve-text")).to_contain_text("Step 8:")
+    assert page.evaluate("window.openStreams") == 1
+
+
+def test_a_lost_server_is_said_and_found_again(fresh_site: Site, open_page: Opener, complaints: Complaints) -> None:
+    complaints.expect("net::ERR")
+    complaints.expect("htmx:")  # what it writes about the poll that got no answer
+    visitor = fresh_site.visitor("ada")
+    run = arrange.add_run(fresh_site, visitor)
+    trainer = arrange.Trainer(fresh_site, run)
+    trainer.steps(1, 4)
+    page = open_page(fresh_site, f"/runs/{run.id}", visitor)
+    expect(page.locator("#curve-text")).to_contain_text("Step 4:")
+    trainer.steps(5, 5)
+    expect(page.locator("#curve-text")).to_contain_text("Step 5:")
+    fresh_site.stop()
+    expect(page.locator("#connection")).to_contain_text("Connection to the server lost. What you see is from")
+    trainer.steps(6, 9)
+    fresh_site.start()
+    expect(page.locator("#curve-text")).to_contain_text("Step 9:", timeout=45_000)
+    expect(page.locator("#connection")).to_be_hidden()
+
+
+def test_the_log_is_plain_text_and_follows(site: Site, visitor: Visitor, open_page: Opener) -> None:
+    run = arrange.add_run(site, visitor)
+    log = site.settings.run_folder(run.id) / "trainer.log"
+    log.write_bytes(b"\x1b[32mgreen\x1b[0m \x1b]0;title\x07end\n10 %\r99 %\n<b>bold</b> \xe2\x80\xae\xff\n")
+    page = open_page(site, f"/runs/{run.id}", visitor)
+    expect(page.locator("#log")).to_contain_text("green end")
+    expect(page.locator("#log")).to_contain_text("<b>bold</b> \\u202e")
+    text = page.locator("#log").inner_text()
+    assert "99 %" in text
+    assert "10 %" not in text
+    assert "\x1b" not in text
+    with log.open("ab") as file:
+        file.write(b"the next line\n")
+    expect(page.locator("#log")).to_contain_text("the next line", timeout=10_000)
+
+
+def test_a_failure_shows_its_reason_and_remedy_at_the_top(site: Site, visitor: Visitor, open_page: Opener) -> None:
+    run = arrange.add_run(site, visitor)
+    trainer = arrange.Trainer(site, run)
+    trainer.steps(1, 3)
+    page = open_page(site, f"/runs/{run.id}", visitor)
+    expect(page.locator("#curve-text")).to_contain_text("Step 3:")
+    problem = {"kind": "StorageError", "message": "no space left on device", "place": "states/a.bin", "remedy": "Free some space."}
+    trainer.event(EventType.EXIT, reason=ExitReason.FAILED, error=problem)
+    with write_transaction(site.engine) as session:
+        assert repository.fire(session, run.id, Trigger.FAIL, problem=problem) is RunState.FAILED
+    alert = page.get_by_role("alert").filter(has_text="This run failed")
+    expect(alert).to_contain_text("states/a.bin: no space left on device")
+    expect(alert).to_contain_text("Free some space.")
+    expect(page.get_by_role("button", name="Cancel", exact=True)).to_have_count(0)
+
+
+def test_cancel_asks_first(site: Site, visitor: Visitor, open_page: Opener) -> None:
+    run = arrange.add_run(site, visitor, state=RunState.QUEUED)
+    page = open_page(site, f"/runs/{run.id}", visitor)
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    page.get_by_role("button", name="Keep it").click()
+    expect(page.get_by_text("Queued", exact=True)).to_be_visible()
+    page.get_by_role("button", name="Cancel", exact=True).click()
+    page.get_by_role("button", name="Cancel the run").click()
+    expect(page.get_by_text("Cancelled", exact=True)).to_be_visible()
