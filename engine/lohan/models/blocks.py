@@ -1,0 +1,198 @@
+"""Finds the units of an unmodified Hugging Face causal language model, and what one block keeps alive per token.
+
+A model is cut at its largest homogeneous `nn.ModuleList`: each of its modules is a block. The modules beside the list are *root
+modules*: those registered before it make the embedding unit, those after it the head unit. A root module that shares a weight with
+the embedding (a tied output projection) belongs to the embedding unit, so that every parameter has exactly one home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lohan.errors import ModelError
+from lohan.planning.workload import UnitKind
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lohan.planning.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """One place a parameter hangs in the module tree: `module._parameters[attribute]`."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitParameter:
+    """A parameter, counted once; `names` are all it goes by, the first as `named_parameters()` gives it."""
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    sites: tuple[Site, ...]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """Parameters that move together, and the modules whose `forward` needs them (qualified name, module)."""
+
+    name: str
+    kind: UnitKind
+    modules: tuple[tuple[str, nn.Module], ...]
+    parameters: tuple[UnitParameter, ...]
+
+
+@dataclass(slots=True)
+class _Draft:
+    name: str
+    kind: UnitKind
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """The units of `model` in forward order: embedding, blocks, head. Works on meta, placeholder and real parameters alike.
+
+    Raises:
+        ModelError: there is no list of blocks, a parameter lies outside embedding, blocks and head, or blocks share parameters.
+    """
+    list_name, blocks = _block_list(model)
+    embedding = _Draft("embedding", UnitKind.EMBEDDING)
+    head = _Draft("head", UnitKind.HEAD)
+    for name, module, before in _root_modules(model, list_name):
+        (embedding if before else head).modules.append((name, module))
+    _move_tied(embedding, head)
+    drafts = [embedding]
+    seen: set[int] = set()
+    for index, block in enumerate(blocks):
+        if id(block) not in seen:
+            seen.add(id(block))
+            drafts.append(_Draft(f"{list_name}.{index}", UnitKind.BLOCK, [(f"{list_name}.{index}", block)]))
+    drafts.append(head)
+    return _collect(model, drafts)
+
+
+def _block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The ModuleList of one class that holds the most parameters."""
+    from torch import nn
+
+    best: tuple[int, str, nn.ModuleList] | None = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and len({type(child) for child in module}) == 1:
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if size and (best is None or size > best[0]):
+                best = (size, name, module)
+    if best is None:
+        raise ModelError(
+            "no nn.ModuleList of equal blocks was found",
+            place=type(model).__name__,
+            remedy="Use a decoder-only model of the transformers library, such as Llama, Mistral or Qwen.",
+        )
+    return best[1], best[2]
+
+
+def _root_modules(model: nn.Module, list_name: str) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Children with parameters beside the path from `model` to the block list, and whether they are registered before it."""
+    from torch import nn
+
+    path = [""]
+    for part in list_name.split(".")[:-1]:
+        path.append(f"{path[-1]}.{part}" if path[-1] else part)
+    chain = {*path, list_name}
+    before = True
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name == list_name:
+            before = False
+        parent = name.rpartition(".")[0]
+        if name in path:
+            for attribute, _ in module.named_parameters(recurse=False):
+                raise _outside(f"{name}.{attribute}" if name else attribute)
+        elif name not in chain and parent in path and any(True for _ in module.parameters()):
+            for inner_name, inner in module.named_modules():
+                if isinstance(inner, nn.ModuleList):
+                    first = next(iter(inner.named_parameters()), None)
+                    if first is not None:
+                        raise _outside(f"{name}.{inner_name}.{first[0]}" if inner_name else f"{name}.{first[0]}")
+            yield name, module, before
+
+
+def _outside(name: str) -> ModelError:
+    return ModelError(
+        f"parameter {name} lies outside the embedding, the blocks and the head",
+        place=name,
+        remedy="Use a decoder-only model whose parameters all belong to its embedding, its list of blocks or its output head.",
+    )
+
+
+def _move_tied(embedding: _Draft, head: _Draft) -> None:
+    """A head module that shares a parameter with the embedding moves there whole: a region takes its weights from one unit."""
+    ids = {id(parameter) for _, module in embedding.modules for parameter in module.parameters()}
+    tied = [entry for entry in head.modules if any(id(parameter) in ids for parameter in entry[1].parameters())]
+    head.modules = [entry for entry in head.modules if entry not in tied]
+    embedding.modules.extend(tied)
+
+
+def _collect(model: nn.Module, drafts: list[_Draft]) -> list[Unit]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    home: dict[int, str] = {}
+    units = []
+    for draft in drafts:
+        sites: dict[int, list[Site]] = {}
+        parameters: dict[int, nn.Parameter] = {}
+        for _, root in draft.modules:
+            for module in root.modules():
+                for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                    parameters[id(parameter)] = parameter
+                    sites.setdefault(id(parameter), []).append(Site(module, attribute))
+        for key in parameters:
+            if home.setdefault(key, draft.name) != draft.name:
+                raise ModelError(
+                    f"parameter {names[key][0]} is shared between {home[key]} and {draft.name}",
+                    place=names[key][0],
+                    remedy="Only the embedding and the output projection may share a weight.",
+                )
+        if parameters:
+            entries = (UnitParameter(tuple(names[key]), parameters[key], tuple(sites[key])) for key in parameters)
+            units.append(Unit(draft.name, draft.kind, tuple(draft.modules), tuple(entries)))
+    return units
+
+
+def trace_workload(config: Any) -> Workload:
+    """Measure what `config`'s model asks for, without its weights.
+
+    `config` is a transformers configuration. The model is built without memory for its weights and one block of it runs on the meta
+    device, where a tensor has a shape and no data.
+
+    Raises:
+        ModelError: the model has no units the engine can find, or its block cannot be traced.
+    """
+    from lohan.models.load import empty_model
+    from lohan.models.trace import saved_elements_per_token
+    from lohan.planning.workload import UnitWorkload, Workload
+
+    model = empty_model(config)
+    units = find_units(model)
+    block = next(unit for unit in units if unit.kind is UnitKind.BLOCK)
+    text = config.get_text_config()
+    return Workload(
+        architecture=str(config.model_type),
+        units=tuple(
+            UnitWorkload(name=unit.name, kind=unit.kind, parameters=sum(entry.parameter.numel() for entry in unit.parameters))
+            for unit in units
+        ),
+        hidden_size=text.hidden_size,
+        vocabulary_size=text.vocab_size,
+        context_length=text.max_position_embeddings,
+        tied_embeddings=any(len(entry.names) > 1 for entry in units[0].parameters),
+        block_saved_elements_per_token=saved_elements_per_token(block.modules[0][1], text),
+    )

@@ -1,0 +1,240 @@
+"""Collects the weight gradients of a unit's regions in fp32 on the device and hands them over when the last one has come.
+
+A *region* is one call of a unit's module on one micro-batch. Inside it the weights enter autograd through one function,
+`RegionParameters`, whose backward runs once, after everything else in the region: it receives all weight gradients of the region
+together (None for a weight that was not used). Nothing is counted per parameter and nothing is summed in bf16.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from lohan.errors import EngineError
+from lohan.streaming.device import Event, delay, make_stream, on_stream
+from lohan.streaming.parameters import DebugMode
+from lohan.streaming.pending import Failure
+
+if TYPE_CHECKING:
+    from lohan.memory.arena import Arena
+    from lohan.states.layout import UnitLayout
+
+
+class Region:
+    """One call of a unit whose backward is awaited; lives as long as the autograd graph that it belongs to."""
+
+    def __init__(self, unit: int, step: int, finish: Callable[[Region, Sequence[torch.Tensor | None]], None]) -> None:
+        self.unit = unit
+        self.step = step
+        self.ran = False
+        self.holds_weights = False
+        self.finish = finish
+
+
+class RegionParameters(torch.autograd.Function):
+    """Identity on the region's input and on its weights; its backward ends the region.
+
+    Taking the input through as well makes this the last node of the region's backward, also where weights are frozen: all reads of
+    the weights lie behind it, so the slot can be given back.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,  # noqa: ARG004 - a scalar that requires grad: without it autograd would skip a region on integer inputs
+        hidden: torch.Tensor | None,
+        region: Region,
+        weights: Sequence[torch.Tensor],
+        trainable: Sequence[bool],
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.region = region
+        outputs = [weight.detach() for weight in weights]
+        without_gradient = [output for output, wanted in zip(outputs, trainable, strict=True) if not wanted]
+        passed = None
+        if hidden is not None:
+            passed = hidden.detach()
+            if not ctx.needs_input_grad[1]:
+                without_gradient.append(passed)
+        ctx.mark_non_differentiable(*without_gradient)
+        return (passed, *outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, hidden_gradient: torch.Tensor | None, *gradients: torch.Tensor | None) -> Any:
+        ctx.region.finish(ctx.region, gradients)
+        return None, hidden_gradient, None, None, None
+
+
+@dataclass(slots=True)
+class _UnitGradients:
+    """The gradients of one unit in the current backward."""
+
+    open_regions: weakref.WeakSet[Region] = field(default_factory=weakref.WeakSet)
+    sum: torch.Tensor | None = None
+    touched: set[int] = field(default_factory=set)
+
+
+class GradientCollector:
+    """Sums region gradients per unit. Used by the thread that runs forward and the one that runs backward, never both at once.
+
+    Args:
+        send: takes a complete unit: (unit index, fp32 gradients of its trainable part on the device, indices of the parameters that
+            have one). What it is given may be overwritten by work queued on the current stream after it returns.
+    """
+
+    def __init__(
+        self, layouts: Sequence[UnitLayout], send: Callable[[int, torch.Tensor, frozenset[int]], None], *, device: torch.device
+    ) -> None:
+        self._layouts, self._send, self._device = layouts, send, device
+        self._units = [_UnitGradients() for _ in layouts]
+        self._free: list[torch.Tensor] = []
+
+    def open(self, region: Region) -> None:
+        """Expect `region`'s gradients."""
+        self._units[region.unit].open_regions.add(region)
+
+    def add(self, region: Region, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients of `region`, one per parameter of the unit; the last open region of a unit completes it."""
+        unit, layout = self._units[region.unit], self._layouts[region.unit]
+        for index, (gradient, place) in enumerate(zip(gradients, layout.parameters, strict=True)):
+            if gradient is None or not place.trainable:
+                continue
+            if unit.sum is None:
+                unit.sum = self._buffer(layout.trainable_elements)
+            target = unit.sum[place.offset : place.offset + place.elements].view(place.shape)
+            if index in unit.touched:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
+                unit.touched.add(index)
+        unit.open_regions.discard(region)
+        if not unit.open_regions:
+            self._complete(region.unit)
+
+    def close_step(self) -> None:
+        """Complete units whose remaining regions got no gradient in this backward, and expect nothing more."""
+        for index in reversed(range(len(self._units))):
+            self._units[index].open_regions.clear()
+            self._complete(index)
+
+    def free(self) -> None:
+        """Give the buffers back."""
+        self._free.clear()
+        self._units.clear()
+
+    def _complete(self, index: int) -> None:
+        unit = self._units[index]
+        if unit.sum is None:
+            return
+        gradients, touched = unit.sum, frozenset(unit.touched)
+        unit.sum = None
+        unit.touched.clear()
+        self._send(index, gradients[: self._layouts[index].trainable_elements], touched)
+        self._free.append(gradients)
+
+    def _buffer(self, elements: int) -> torch.Tensor:
+        """The smallest free buffer that is large enough, else a new one: one exists per unit that is open at a time."""
+        fitting = [buffer for buffer in self._free if buffer.numel() >= elements]
+        if not fitting:
+            return torch.empty(elements, dtype=torch.float32, device=self._device)
+        best = min(fitting, key=torch.Tensor.numel)
+        self._free = [buffer for buffer in self._free if buffer is not best]
+        return best
+
+
+class HostGradient:
+    """A unit's gradients in host memory; `ready` must be waited for before they are read."""
+
+    def __init__(self, buffer: torch.Tensor, device: torch.device) -> None:
+        self.buffer = buffer
+        self.ready = Event(device)
+
+
+class GradientOffload:
+    """Moves complete units' gradients from the device to one of a few host buffers, in the precision they are updated from.
+
+    Args:
+        elements: of the largest unit's trainable part.
+        dtype: of the host buffers: torch.bfloat16 or torch.float32.
+        buffers: host buffers; when all are waiting for the optimizer, `send` blocks (back-pressure).
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        failure: Failure,
+        *,
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        buffers: int,
+        debug: DebugMode,
+    ) -> None:
+        self._device, self._failure, self._debug = device, failure, debug
+        self._free = [HostGradient(arena.allocate(elements, dtype), device) for _ in range(buffers)]
+        self._changed = threading.Condition()
+        failure.wake(self._changed)
+        self._stream = make_stream(device)
+        self._staging = torch.empty(elements, dtype=dtype, device=device) if device.type == "cuda" else None
+        self._staged, self._copied = Event(device), Event(device)
+
+    def send(self, gradients: torch.Tensor) -> HostGradient:
+        """Start moving `gradients` (flat fp32 on the device); they may be overwritten by later work of the current stream.
+
+        Raises:
+            EngineError: a background stage failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._failure.failed)
+            self._failure.check()
+            host = self._free.pop()
+        target = host.buffer[: gradients.numel()]
+        if self._staging is None:
+            target.copy_(gradients)
+            return host
+        self._copied.wait()
+        staging = self._staging[: gradients.numel()]
+        staging.copy_(gradients)
+        self._staged.record()
+        if self._debug is DebugMode.NAN_FILL:
+            delay(self._stream, 1_000_000)
+        self._staged.wait(self._stream)
+        with on_stream(self._stream):
+            target.copy_(staging, non_blocking=True)
+        self._copied.record(self._stream)
+        host.ready.record(self._stream)
+        return host
+
+    def give_back(self, host: HostGradient) -> None:
+        """`host` has been read."""
+        with self._changed:
+            self._free.append(host)
+            self._changed.notify_all()
+
+    def free(self) -> None:
+        """Give the buffers back."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        with self._changed:
+            self._free.clear()
+            self._staging = None
+
+
+def check_step(region: Region, step: int) -> None:
+    """Refuse the backward of a forward that ran before the last update: its weights are no longer what the forward saw.
+
+    Raises:
+        EngineError: `region` belongs to an earlier step.
+    """
+    if region.step != step:
+        raise EngineError(
+            f"backward of a forward that ran before the last update (step {region.step + 1}, now {step + 1})",
+            remedy="Call backward() once per forward: with streamed weights each backward is one optimizer step.",
+        )

@@ -1,0 +1,84 @@
+"""What the engine's threads tell each other: which units still have an update under way, and the first error of any of them."""
+
+from __future__ import annotations
+
+import threading
+
+from lohan.errors import EngineError, LohanError
+
+
+class Failure:
+    """The first error of any background stage. Every waiter asks `check` and is woken when one is set. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._stage = ""
+        self._waiters: list[threading.Condition] = []
+
+    def wake(self, condition: threading.Condition) -> None:
+        """Notify `condition` when an error is set."""
+        with self._lock:
+            self._waiters.append(condition)
+
+    def set(self, stage: str, error: BaseException) -> None:
+        """Record `error` of `stage` (a phrase such as `the optimizer`), unless there is one already, and wake all waiters."""
+        with self._lock:
+            if self._error is None:
+                self._error, self._stage = error, stage
+            waiters = list(self._waiters)
+        for condition in waiters:
+            with condition:
+                condition.notify_all()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raise an EngineError with the stage's error as its cause, if there is one."""
+        error = self._error
+        if error is None:
+            return
+        place = error.place if isinstance(error, LohanError) else None
+        remedy = error.remedy if isinstance(error, LohanError) else None
+        message = error.message if isinstance(error, LohanError) else f"{type(error).__name__}: {error}"
+        raise EngineError(
+            f"{self._stage} failed: {message}", place=place, remedy=remedy or "Mend the cause and start the run again."
+        ) from error
+
+
+class PendingUpdates:
+    """Units whose weights on disk are about to change. A reader of a unit waits here, per unit and not per step. Thread-safe."""
+
+    def __init__(self, failure: Failure) -> None:
+        self._condition = threading.Condition()
+        self._units: set[int] = set()
+        self._failure = failure
+        failure.wake(self._condition)
+
+    def begin(self, unit: int) -> None:
+        with self._condition:
+            assert unit not in self._units, "a unit is read, hence waited for, before it is updated again"
+            self._units.add(unit)
+
+    def finish(self, unit: int) -> None:
+        with self._condition:
+            self._units.discard(unit)
+            self._condition.notify_all()
+
+    def wait(self, unit: int) -> None:
+        """Block until `unit` has no update under way.
+
+        Raises:
+            EngineError: a background stage failed.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: unit not in self._units or self._failure.failed)
+        self._failure.check()
+
+    def wait_all(self) -> None:
+        """Block until no unit has an update under way; raises as `wait`."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._units or self._failure.failed)
+        self._failure.check()

@@ -1,0 +1,150 @@
+"""Runs a module of a unit with streamed weights: the weights are put in for the call, and autograd sees them through one function."""
+
+# ruff: noqa: SLF001 - `_parameters` is what torch.func.functional_call swaps too
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lohan.streaming.gradients import GradientCollector, Region, RegionParameters
+from lohan.streaming.parameters import ParameterStream, Phase
+
+if TYPE_CHECKING:
+    from lohan.models.blocks import UnitParameter
+    from lohan.states.layout import UnitLayout
+
+
+class Recompute(Enum):
+    """What becomes of a region's inner activations."""
+
+    ALL = auto()
+    """Dropped in the forward, computed again in the backward."""
+    NONE_SAVED = auto()
+    """Kept: only for modules that save no activations and do not read their weights in the backward (`nn.Embedding`)."""
+
+
+@dataclass(slots=True, eq=False)
+class UnitRuntime:
+    """A unit as it is run. `parameters` follows `layout.parameters`."""
+
+    layout: UnitLayout
+    parameters: tuple[UnitParameter, ...]
+
+    @property
+    def index(self) -> int:
+        return self.layout.index
+
+    def views(self, weights: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters inside the unit's flat `weights`."""
+        return [weights[place.offset : place.offset + place.elements].view(place.shape) for place in self.layout.parameters]
+
+    def trainable(self) -> list[bool]:
+        """Which parameters get a gradient now: a parameter can be frozen for some steps, and keeps its moments meanwhile."""
+        return [
+            place.trainable and entry.parameter.requires_grad for place, entry in zip(self.layout.parameters, self.parameters, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def in_place_of_parameters(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside the block the modules of the unit see `tensors` as their parameters, at every place a parameter hangs."""
+        sites = [(site.module._parameters, site.attribute) for entry in self.parameters for site in entry.sites]
+        values = [tensor for entry, tensor in zip(self.parameters, tensors, strict=True) for _ in entry.sites]
+        before = [owner[attribute] for owner, attribute in sites]
+        try:
+            for (owner, attribute), value in zip(sites, values, strict=True):
+                owner[attribute] = value  # type: ignore[assignment]
+            yield
+        finally:
+            for (owner, attribute), parameter in zip(sites, before, strict=True):
+                owner[attribute] = parameter
+
+
+class RegionRunner:
+    """Runs regions of all units.
+
+    Args:
+        new_region: makes a region for a unit; the session's, which knows the step.
+        check: raises what keeps the session from running.
+    """
+
+    def __init__(
+        self,
+        stream: ParameterStream,
+        collector: GradientCollector,
+        new_region: Callable[[int], Region],
+        check: Callable[[], None],
+        *,
+        device: torch.device,
+        micro_batch_size: int,
+    ) -> None:
+        self.stream, self._collector, self._new_region, self.check = stream, collector, new_region, check
+        self.micro_batch_size = micro_batch_size
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def run(
+        self,
+        unit: UnitRuntime,
+        call: Callable[..., Any],
+        hidden: torch.Tensor | None,
+        *arguments: Any,
+        recompute: Recompute = Recompute.ALL,
+    ) -> Any:
+        """`call(hidden, *arguments)` with the unit's weights in its modules.
+
+        Args:
+            hidden: the input that gradients flow to; None where there is none. `call` receives an alias of it.
+            arguments: further arguments; no gradient flows to them.
+        """
+        self.check()
+        trainable = unit.trainable()
+        wants_gradient = torch.is_grad_enabled() and (any(trainable) or (hidden is not None and hidden.requires_grad))
+        if not wants_gradient:
+            with self.held(unit) as weights, unit.in_place_of_parameters(unit.views(weights)):
+                return call(hidden, *arguments)
+        region = self._new_region(unit.index)
+        self._collector.open(region)
+
+        def body(hidden: torch.Tensor | None, *arguments: Any) -> Any:
+            return self._body(region, unit, trainable, call, hidden, *arguments)
+
+        if recompute is Recompute.NONE_SAVED:
+            return body(hidden, *arguments)
+        return checkpoint(body, hidden, *arguments, use_reentrant=False, preserve_rng_state=True, early_stop=True)
+
+    @contextlib.contextmanager
+    def held(self, unit: UnitRuntime) -> Iterator[torch.Tensor]:
+        """Hold the unit's flat weights for a stretch of the forward."""
+        weights = self.stream.acquire(unit.index, Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+        try:
+            yield weights
+        finally:
+            self.stream.release(unit.index)
+
+    def _body(
+        self,
+        region: Region,
+        unit: UnitRuntime,
+        trainable: Sequence[bool],
+        call: Callable[..., Any],
+        hidden: torch.Tensor | None,
+        *rest: Any,
+    ) -> Any:
+        recomputing, region.ran = region.ran, True
+        weights = self.stream.acquire(unit.index, Phase.BACKWARD if recomputing else Phase.FORWARD)
+        try:
+            # A list, not arguments: autograd must not take the slot's views for inputs of the function.
+            passed, *tensors = RegionParameters.apply(self._anchor, hidden, region, unit.views(weights), trainable)  # type: ignore[no-untyped-call]
+            with unit.in_place_of_parameters(tensors):
+                return call(passed, *rest)
+        finally:
+            if recomputing:
+                region.holds_weights = True  # until the region's backward has run
+            else:
+                self.stream.release(unit.index)

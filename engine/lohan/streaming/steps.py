@@ -1,0 +1,122 @@
+"""One backward is one step: collects gradients, starts updates as units complete, and closes the step when autograd is done."""
+
+# ruff: noqa: SLF001 - the end of a backward is only told to `_execution_engine.queue_callback`
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lohan.errors import EngineError
+from lohan.streaming.gradients import GradientCollector, GradientOffload, Region, check_step
+from lohan.streaming.optimizer import Hyperparameters, OptimizerWorker, StepCounts, UnitUpdate, read_groups
+from lohan.streaming.placeholders import make_streamed_gradient
+
+if TYPE_CHECKING:
+    from lohan.streaming.parameters import ParameterStream
+    from lohan.streaming.pending import Failure
+    from lohan.streaming.regions import UnitRuntime
+
+
+class StepDriver:
+    """Knows which step it is. Its methods run in the threads that run forward and backward, never two at once.
+
+    Args:
+        collector_device: where gradients are summed.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitRuntime],
+        optimizer: torch.optim.Optimizer,
+        counts: StepCounts,
+        stream: ParameterStream,
+        offload: GradientOffload,
+        worker: OptimizerWorker,
+        failure: Failure,
+        *,
+        device: torch.device,
+    ) -> None:
+        self._units, self._optimizer, self._counts = units, optimizer, counts
+        self._stream, self._offload, self._worker, self._failure = stream, offload, worker, failure
+        self.collector = GradientCollector([unit.layout for unit in units], self._send, device=device)
+        self.steps = 0
+        self._groups: list[Hyperparameters] = []
+        self._in_backward = False
+        self._closed = False
+        self._sentinels = [
+            (entry.parameter, make_streamed_gradient(entry.parameter))
+            for unit in units
+            for entry, place in zip(unit.parameters, unit.layout.parameters, strict=True)
+            if place.trainable
+        ]
+        self._frozen = [
+            entry for unit in units for entry, place in zip(unit.parameters, unit.layout.parameters, strict=True) if not place.trainable
+        ]
+
+    def check(self) -> None:
+        """Raise what keeps a forward from running.
+
+        Raises:
+            EngineError: a background stage failed, the last backward did, or the session is closed.
+        """
+        self._failure.check()
+        if self._closed:
+            raise EngineError(
+                "the session is closed, and the model holds no weights", remedy="Export the model before closing, and load the export."
+            )
+        if self._in_backward:
+            raise EngineError(
+                f"the backward of step {self.steps + 1} did not finish: some units are updated and others are not",
+                remedy="Mend what it raised and start the run again.",
+            )
+
+    def new_region(self, unit: int) -> Region:
+        """A region of the current step."""
+        for entry in self._frozen:
+            if entry.parameter.requires_grad:
+                raise EngineError(
+                    f"parameter {entry.name} was frozen when the session was made and requires grad now",
+                    place=entry.name,
+                    remedy="Call lohan.init after unfreezing it; it has no optimizer states.",
+                )
+        return Region(unit, self.steps, self._finish)
+
+    def close(self) -> None:
+        """Refuse everything from now on, and give the gradient sums back."""
+        self._closed = True
+        self.collector.free()
+
+    def _finish(self, region: Region, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The backward of `region` has run."""
+        self._failure.check()
+        check_step(region, self.steps)
+        if not self._in_backward:
+            self._groups = read_groups(self._optimizer)
+            self._in_backward = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._end)
+        if region.holds_weights:
+            region.holds_weights = False
+            self._stream.release(region.unit)
+        self.collector.add(region, gradients)
+
+    def _send(self, index: int, gradients: torch.Tensor, touched: frozenset[int]) -> None:
+        """A unit's gradients are complete: start its update."""
+        layout = self._units[index].layout
+        host = self._offload.send(gradients)
+        segments = self._counts.advance(layout, touched, self._groups)
+        self._worker.submit(UnitUpdate(layout, self.steps + 1, host, touched, segments))
+        self._stream.invalidate(index)
+
+    def _end(self) -> None:
+        """Autograd has run every node of this backward."""
+        self.collector.close_step()
+        self.steps += 1
+        self._in_backward = False
+        for parameter, sentinel in self._sentinels:
+            parameter.grad = sentinel
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what lr schedulers look for before they step
+        self._stream.prefetch_forward()
