@@ -71,6 +71,8 @@ class EventWriter:
 
     def __init__(self, path: Path, *, attempt: int) -> None:
         self._file = path.open("ab", buffering=0)
+        if _ends_inside_a_line(path):  # a trainer was killed while it wrote; the next event must not join that line
+            self._file.write(b"\n")
         self._attempt = attempt
         self._seq = 0
 
@@ -81,6 +83,13 @@ class EventWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        return size > 0 and file.read(1) != b"\n"
 
 
 @dataclass(frozen=True, slots=True)

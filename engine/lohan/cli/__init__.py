@@ -1,1 +1,16 @@
+"""The engine's commands, `lohan train` and `lohan plan`. Importing them loads no torch; each imports what it needs when it is called."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+
+def register(application: typer.Typer) -> None:
+    """Add the engine's commands to a command line."""
+    from lohan.cli import commands
+
+    application.command("train")(commands.train)
+    application.command("plan")(commands.plan)

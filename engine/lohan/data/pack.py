@@ -157,6 +157,10 @@ class TokenRows:
         return int(np.diff(self._offsets).max())
 
     @property
+    def largest_id(self) -> int:
+        return int(self._input_ids.max())
+
+    @property
     def pad_id(self) -> int:
         return int(self.metadata.get("pad_id", 0))
 

@@ -1,0 +1,90 @@
+"""What `lohan train` and `lohan plan` do. A user's error is printed as message, place and remedy, never as a stack."""
+
+from __future__ import annotations
+
+import sys
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lohan.errors import ConfigError, LohanError
+from lohan.events import ExitReason
+
+RunFile = Annotated[
+    Path, typer.Argument(metavar="RUN.toml", help="The run's configuration; relative paths in it are taken from its folder.")
+]
+Attempt = Annotated[int, typer.Option(min=1, help="Which start of this run it is; later ones begin again from the base model.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
+
+
+class ExitCode(IntEnum):
+    """Of `lohan train`; supervisors read them."""
+
+    SUCCEEDED = 0
+    FAILED = 1
+    BAD_CONFIG = 2
+    LOCKED = 3
+    CANCELLED = 4
+    INTERRUPTED = 5
+
+
+_CODE_OF = {
+    ExitReason.SUCCEEDED: ExitCode.SUCCEEDED,
+    ExitReason.FAILED: ExitCode.FAILED,
+    ExitReason.CANCELLED: ExitCode.CANCELLED,
+    ExitReason.INTERRUPTED: ExitCode.INTERRUPTED,
+}
+
+
+def train(run_file: RunFile, attempt: Attempt = 1) -> None:
+    """Train a model as RUN.toml says; the result is a Hugging Face folder, <output.directory>/export."""
+    from lohan.cli.show import make_show
+    from lohan.config import load_run_config
+    from lohan.training.loop import train as run
+    from lohan.training.run_lock import RunLockedError
+
+    try:
+        config = load_run_config(run_file)
+    except ConfigError as error:
+        _print_error(error)
+        raise typer.Exit(ExitCode.BAD_CONFIG) from None
+    try:
+        with make_show(config) as show:
+            reason = run(config, attempt=attempt, listener=show.event)
+    except RunLockedError as error:
+        _print_error(error)
+        raise typer.Exit(ExitCode.LOCKED) from None
+    except OSError as error:
+        # Outside the attempt: the run's folder itself cannot be made or written to.
+        print(f"lohan: {config.output.directory}: {error.strerror or error}. Name a folder this user may write to.", file=sys.stderr)
+        raise typer.Exit(ExitCode.FAILED) from None
+    raise typer.Exit(_CODE_OF[reason])
+
+
+def plan(run_file: RunFile, as_json: AsJson = False) -> None:
+    """Show how a run's bytes would be divided over GPU memory, RAM and SSD, without starting it."""
+    from lohan.config import load_run_config
+
+    try:
+        config = load_run_config(run_file)
+        from lohan.training.plan_run import plan_run
+
+        result = plan_run(config)
+    except LohanError as error:
+        _print_error(error)
+        raise typer.Exit(ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED) from None
+    if as_json:
+        print(result.model_dump_json(indent=2))
+    else:
+        from lohan.cli.show import print_plan
+
+        print_plan(result)
+
+
+def _print_error(error: LohanError) -> None:
+    where = f"{error.place}: " if error.place else ""
+    print(f"lohan: {where}{error.message}", file=sys.stderr)
+    if error.remedy:
+        print(f"  {error.remedy}", file=sys.stderr)

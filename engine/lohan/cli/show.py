@@ -1,0 +1,165 @@
+"""Shows a run in the terminal: a progress bar with the time left where there is one, else plain lines that a log can hold."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from lohan.events import EventType, ExitReason
+from lohan.planning.plan import Tier
+from lohan.units import format_bytes, format_count, format_duration
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from lohan.config import RunConfig
+    from lohan.planning.plan import Plan
+
+_TIER_NAMES = {Tier.GPU: "GPU memory", Tier.RAM: "RAM", Tier.SSD: "SSD"}
+
+
+class Show(Protocol):
+    """Takes the trainer's events as they come."""
+
+    def event(self, type: EventType, fields: dict[str, Any]) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def make_show(config: RunConfig) -> Show:
+    """A progress bar on a terminal, else lines."""
+    return ProgressShow(config) if sys.stdout.isatty() else LineShow(config)
+
+
+class LineShow:
+    """One line for every step, evaluation, warning and change of phase."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._phase = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def event(self, type: EventType, fields: dict[str, Any]) -> None:
+        if type is EventType.PHASE:
+            if fields["detail"] == self._phase:
+                return
+            self._phase = fields["detail"]
+        print(describe(type, fields, self._config), flush=True)
+
+
+class ProgressShow:
+    """A bar for the phase at work, and above it what stays worth knowing."""
+
+    def __init__(self, config: RunConfig) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._config = config
+        self._progress: Progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), console=Console(highlight=False)
+        )
+        self._task: TaskID | None = None
+        self._phase = ""
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def event(self, type: EventType, fields: dict[str, Any]) -> None:
+        if type is EventType.PHASE:
+            self._show_phase(fields)
+        elif type is EventType.STEP:
+            left = f"{format_duration(fields['eta_seconds'])} left" if fields["eta_seconds"] is not None else "time left unknown yet"
+            state = f"step {fields['step']}/{fields['total_steps']}  loss {fields['loss']:.4f}  {left}"
+            self._bar("Training", fields["step"] / fields["total_steps"], state)
+        else:
+            # Not as markup: messages quote file names and data.
+            self._progress.console.print(describe(type, fields, self._config), markup=False)
+
+    def _show_phase(self, fields: dict[str, Any]) -> None:
+        if fields["detail"] != self._phase and self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+        self._phase = fields["detail"]
+        self._bar(fields["detail"].rstrip("."), fields["progress"], "")
+
+    def _bar(self, description: str, done: float | None, state: str) -> None:
+        from rich.markup import escape
+
+        if self._task is None:
+            self._task = self._progress.add_task("", total=1, state="")
+        # Without a total the bar pulses.
+        total, completed = (None, 0.0) if done is None else (1.0, done)
+        self._progress.update(self._task, description=escape(description), total=total, completed=completed, state=state)
+
+
+def describe(type: EventType, fields: dict[str, Any], config: RunConfig) -> str:
+    """An event as a line for people."""
+    if type is EventType.STARTED:
+        return (
+            f"{format_count(fields['parameters'])} parameters in {fields['precision']} on {fields['device']}: {fields['total_steps']} steps"
+            f" of {fields['batch_size']} rows ({fields['micro_batch_size']} at once), up to {fields['sequence_length']} tokens a row"
+        )
+    if type is EventType.STEP:
+        norm = "unknown" if fields["gradient_norm"] is None else f"{fields['gradient_norm']:.3g}"
+        return (
+            f"step {fields['step']}/{fields['total_steps']}  loss {fields['loss']:.4f}  gradient norm {norm}"
+            f"  learning rate {fields['learning_rate']:.3g}  {fields['tokens_per_second']:.0f} tokens/s"
+            f"  {fields['step_seconds']:.2f} s  time left {format_duration(fields['eta_seconds'])}"
+        )
+    if type is EventType.EVALUATION:
+        return f"loss {fields['when']} the training: {fields['loss']:.4f} (mean over {fields['rows']} training rows)"
+    if type is EventType.WARNING:
+        return f"warning: {fields['message']} {fields['remedy'] or ''}".rstrip()
+    if type is EventType.EXIT:
+        return _describe_exit(fields, config)
+    return str(fields["detail"])
+
+
+def _describe_exit(fields: dict[str, Any], config: RunConfig) -> str:
+    error = fields["error"]
+    if error is None:
+        result = f": the model is in {config.output.directory / 'export'}" if fields["reason"] == ExitReason.SUCCEEDED else ""
+        return f"{fields['reason']}{result}"
+    where = f"{error['place']}: " if error["place"] else ""
+    remedy = f"\n  {error['remedy']}" if error["remedy"] else ""
+    return f"{fields['reason']}: {where}{error['message']}{remedy}"
+
+
+def print_plan(plan: Plan) -> None:
+    """Print the memory split, a table a tier."""
+    from rich.console import Console
+    from rich.table import Table
+
+    # A width of its own where there is no terminal, so that a log keeps the rows whole.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console.print(
+        f"{plan.model}: {format_count(plan.parameters)} parameters, {plan.precision} on {plan.device};"
+        f" batch {plan.batch_size} (micro-batch {plan.micro_batch_size}), {plan.sequence_length} tokens a row",
+        markup=False,
+    )
+    for tier in plan.tiers:
+        if not tier.items:
+            continue
+        table = Table(
+            title=f"{_TIER_NAMES[tier.tier]}: {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)}", title_justify="left"
+        )
+        table.add_column("what")
+        table.add_column("bytes", justify="right")
+        table.add_column("from")
+        for item in tier.items:
+            table.add_row(item.name, format_bytes(item.bytes), item.formula)
+        console.print(table)
+    console.print(f"SSD traffic: {format_bytes(plan.ssd_bytes_per_step)} a step. Durability: {plan.durability}.", markup=False)
+    for note in plan.notes:
+        console.print(note, markup=False)

@@ -1,0 +1,49 @@
+"""Trains one run from its configuration: lock, events, and why it ended. The work itself is `lohan.training.attempt`.
+
+This module loads no torch, so that the lock is held and the first event is written within a moment of the process's start.
+"""
+
+from __future__ import annotations
+
+from lohan.config import RunConfig
+from lohan.errors import StopRequested
+from lohan.events import EventType, ExitReason, Phase
+from lohan.training.failures import as_error, write_stack
+from lohan.training.reporter import Listener, Reporter
+from lohan.training.run_lock import hold_run
+from lohan.training.stopping import StopWatch
+
+
+def train(config: RunConfig, *, attempt: int, listener: Listener | None = None) -> ExitReason:
+    """Run `config` from the base model to the export; returns why it ended, which the last event says too.
+
+    Args:
+        config: with absolute paths.
+        attempt: which start of this run it is; 1 is the first. Later ones begin again from the base model.
+        listener: is told every event besides, for a terminal.
+
+    Raises:
+        RunLockedError: another trainer is at work in the run's folder; no event was written.
+        OSError: the run's folder cannot be made or written to, so that there is no place for events.
+    """
+    directory = config.output.directory
+    with hold_run(directory), StopWatch(directory) as stop:
+        reporter = Reporter(directory, attempt=attempt, listener=listener)
+        reason, error = ExitReason.FAILED, None
+        try:
+            reporter.begin(Phase.PREPARING_DATA, "Starting.")
+            from lohan.training.attempt import Attempt
+
+            Attempt(config, reporter, stop).execute()
+            reason = ExitReason.SUCCEEDED
+        except StopRequested:
+            reason = stop.reason
+        except KeyboardInterrupt:
+            reason = ExitReason.INTERRUPTED
+        except Exception as fault:  # noqa: BLE001 - whatever it was, the run's page must say it
+            error = as_error(fault)
+            write_stack(directory, fault)
+        finally:
+            reporter.say(EventType.EXIT, reason=str(reason), error=error.to_dict() if error is not None else None)
+            reporter.close()
+        return reason

@@ -1,0 +1,52 @@
+"""Says what the trainer does: to events.jsonl, and to whoever shows it in a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lohan.events import EventType, EventWriter, Phase
+
+EVENTS_FILE = "events.jsonl"
+_PHASE_SECONDS = 0.5
+
+Listener = Callable[[EventType, dict[str, Any]], None]
+
+
+class Reporter:
+    """Writes events; progress inside a phase at most every half second, because a line per tensor would say nothing more."""
+
+    def __init__(self, directory: Path, *, attempt: int, listener: Listener | None) -> None:
+        self._writer = EventWriter(directory / EVENTS_FILE, attempt=attempt)
+        self._listener = listener
+        self._phase: Phase | None = None
+        self._detail = ""
+        self._said_at = 0.0
+
+    def say(self, type: EventType, **fields: Any) -> None:
+        self._writer.write(type, **fields)
+        if self._listener is not None:
+            self._listener(type, fields)
+
+    def begin(self, phase: Phase, detail: str) -> None:
+        """Enter `phase`, with nothing known about its length."""
+        self._phase, self._detail = phase, detail
+        self._say_phase(None)
+
+    def progress(self, done: float | None) -> None:
+        """How much of the phase is done, 0 to 1; None while that is unknown."""
+        if time.monotonic() - self._said_at >= _PHASE_SECONDS:
+            self._say_phase(done)
+
+    def warn(self, message: str, remedy: str | None = None) -> None:
+        self.say(EventType.WARNING, message=message, remedy=remedy)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _say_phase(self, done: float | None) -> None:
+        assert self._phase is not None
+        self._said_at = time.monotonic()
+        self.say(EventType.PHASE, phase=str(self._phase), progress=done, detail=self._detail)
