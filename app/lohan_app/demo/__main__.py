@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     options = Options(
         data_dir=parsed.data_dir.absolute(), port=parsed.port, steps=parsed.steps, batch_size=parsed.batch_size,
-        sequence_length=parsed.sequence_length, learning_rate=parsed.learning_rate,
+        sequence_length=parsed.sequence_length, learning_rate=parsed.learning_rate, stops_at_end=parsed.exit_when_done,
     )  # fmt: skip
     console = Console()
     appliance: Appliance | None = None
@@ -31,10 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     except LohanError as error:
         _explain(console, error)
     except KeyboardInterrupt:
-        say(console, "interrupted; the run goes on in the appliance")
+        say(console, "interrupted" if options.stops_at_end else "interrupted; the run goes on in the appliance")
     if appliance is not None:
         try:
-            _part(console, appliance, stops=parsed.exit_when_done)
+            _part(console, appliance, stops=options.stops_at_end)
         except LohanError as error:
             _explain(console, error)
             return 1

@@ -15,6 +15,8 @@ from typing import Any
 from lohan.errors import LohanError
 
 TIMEOUT_SECONDS = 60.0
+OUTAGE_SECONDS = 30.0
+SERVER_ERRORS_FROM = 500
 # No proxy: the appliance is on this machine, and a proxy of the environment would be asked for 127.0.0.1.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -59,18 +61,28 @@ class Client:
         return self._send(urllib.request.Request(f"{self._root}{path}", body, headers, method="POST"))  # noqa: S310
 
     def wait(self, path: str, until: Callable[[dict[str, Any]], bool], *, seconds: float) -> dict[str, Any]:
-        """Ask for `path` until `until` holds.
+        """Ask for `path` until `until` holds. A service that restarts meanwhile is asked again for half a minute.
 
         Raises:
-            LohanError: it did not within `seconds`.
+            LohanError: it did not within `seconds`, or the service stays away.
         """
         deadline = time.monotonic() + seconds
+        answered_at = time.monotonic()
         while True:
-            found: dict[str, Any] = self.get(path)
-            if until(found):
-                return found
-            if time.monotonic() > deadline:
-                raise LohanError(f"still {found.get('state')!r} after {seconds:.0f} s", place=path, remedy="Look at the appliance's log.")
+            try:
+                found: dict[str, Any] = self.get(path)
+            except LohanError as error:
+                is_refusal = isinstance(error, ApiError) and error.status < SERVER_ERRORS_FROM
+                if is_refusal or time.monotonic() - answered_at > OUTAGE_SECONDS:
+                    raise
+            else:
+                answered_at = time.monotonic()
+                if until(found):
+                    return found
+                if time.monotonic() > deadline:
+                    raise LohanError(
+                        f"still {found.get('state')!r} after {seconds:.0f} s", place=path, remedy="Look at the appliance's log."
+                    )
             time.sleep(0.5)
 
     def _send(self, request: urllib.request.Request) -> Any:

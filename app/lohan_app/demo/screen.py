@@ -1,4 +1,4 @@
-"""What the demonstration prints: the plan as a table, progress as a bar in a terminal and as plain lines elsewhere."""
+"""What the demonstration prints: progress as a bar in a terminal, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,35 +6,13 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID
-from rich.table import Table
 
-from lohan.planning.plan import Plan
-from lohan.units import format_bytes, format_count, format_duration
+from lohan.units import format_duration
 
 
 def say(console: Console, text: str) -> None:
     """One line of the demonstration: never wrapped, so that addresses can be copied, and never read as markup."""
     console.print(f"demo: {text}", markup=False, highlight=False, soft_wrap=True)
-
-
-def print_plan(console: Console, plan: Plan) -> None:
-    """Bytes per tier, and who uses them."""
-    title = f"Plan: {plan.model}, {format_count(plan.parameters)} parameters, {plan.device}, {plan.precision}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("tier")
-    table.add_column("what")
-    table.add_column("bytes", justify="right")
-    table.add_column("how", overflow="fold")
-    for tier in plan.tiers:
-        for item in tier.items:
-            table.add_row(tier.tier.upper(), item.name, format_bytes(item.bytes), item.formula)
-        table.add_row(
-            f"[bold]{tier.tier.upper()}[/]", "[bold]used[/]", f"[bold]{format_bytes(tier.used_bytes)}[/]",
-            f"of {format_bytes(tier.capacity_bytes)}", end_section=True,
-        )  # fmt: skip
-    console.print(table)
-    for note in plan.notes:
-        say(console, f"note: {note}")
 
 
 class RunScreen:
@@ -58,15 +36,16 @@ class RunScreen:
             self._bar[0].stop()
 
     def show(self, run: dict[str, Any]) -> None:
-        where = str(run.get("phase") or run["state"])
+        where = str(run.get("phase") or run["state"]).replace("_", " ")
         step, total = int(run.get("step") or 0), int(run.get("total_steps") or 0)
-        facts = _facts(run)
         if self._bar is not None:
             progress, task = self._bar
-            progress.update(task, description=where.replace("_", " "), completed=step, total=max(total, 1), facts=facts)
+            # Before the first step the bar shows how far the phase is.
+            done, of = (step, total) if step else (100 * float(run.get("phase_progress") or 0), 100)
+            progress.update(task, description=where, completed=done, total=of, facts=_facts(run))
         elif self._last != (where, step):
-            count = f" {step}/{total}" if total else ""
-            say(self._console, f"{where.replace('_', ' ')}{count} {facts}".rstrip())
+            count = f"step {step}/{total} " if step else ""
+            say(self._console, f"{where} {count}{_facts(run)}".rstrip())
         self._last = (where, step)
 
 

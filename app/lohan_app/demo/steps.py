@@ -5,25 +5,28 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from lohan.cli.show import print_plan
 from lohan.errors import LohanError
 from lohan.planning.plan import Plan
 from lohan_app.demo import appliance as appliances
 from lohan_app.demo.appliance import Appliance
 from lohan_app.demo.client import Client
 from lohan_app.demo.corpus import write_dataset
-from lohan_app.demo.screen import RunScreen, print_plan, say
+from lohan_app.demo.screen import RunScreen, say
 from lohan_app.worker.processes import python_module
 
 FINAL_STATES = ("succeeded", "failed", "cancelled")
 # The run has learnt when the loss on the same rows has fallen by a fifth.
 LEARNT_RATIO = 0.8
 RUN_LIMIT_SECONDS = 3600.0
+CANCEL_SECONDS = 120.0
 LOG_BYTES = 3000
 
 
@@ -37,6 +40,8 @@ class Options:
     batch_size: int
     sequence_length: int
     learning_rate: float
+    stops_at_end: bool
+    """Whether the appliance is stopped at the end, rather than left running."""
 
 
 def run_demo(options: Options, console: Console, *, appliance: Appliance) -> str:
@@ -60,10 +65,16 @@ def run_demo(options: Options, console: Console, *, appliance: Appliance) -> str
         },
         "engine": {},
     }
-    print_plan(console, Plan.model_validate(client.post("/plans", body)))
+    print_plan(Plan.model_validate(client.post("/plans", body)))
     run = client.post("/runs", {"name": "demo", "skip_bad_rows": False, **body}, **{"Idempotency-Key": secrets.token_hex(16)})
     say(console, f"run {run['id']} is queued; watch it at {appliance.url}/runs/{run['id']}")
-    return _verdict(_follow(client, console, run["id"]))
+    try:
+        return _verdict(_follow(client, console, run["id"]))
+    except BaseException:
+        # A trainer outlives the appliance on purpose: one that nobody waits for any more is cancelled first.
+        if options.stops_at_end and appliance.is_ours:
+            _cancel(client, run["id"])
+        raise
 
 
 def _bootstrap_key(data_dir: Path) -> str:
@@ -122,6 +133,12 @@ def _follow(client: Client, console: Console, run_id: str) -> dict[str, Any]:
         message = f"the run is {run['state']}: {reason}\n{_log_end(client, run_id)}"
         raise LohanError(message, place=problem.get("place") or f"run {run_id}", remedy=problem.get("remedy"))
     return run
+
+
+def _cancel(client: Client, run_id: str) -> None:
+    with suppress(LohanError):
+        client.post(f"/runs/{run_id}/cancel", {})
+        client.wait(f"/runs/{run_id}", lambda run: run["state"] in FINAL_STATES, seconds=CANCEL_SECONDS)
 
 
 def _log_end(client: Client, run_id: str) -> str:
