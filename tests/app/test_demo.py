@@ -90,7 +90,8 @@ def test_the_client_sends_its_key_and_its_query(address: str):
 def test_a_refusal_keeps_the_services_own_words(address: str):
     with pytest.raises(ApiError) as caught:
         Client(address, "k").post("/runs", {})
-    assert (caught.value.status, str(caught.value)) == (422, "training.batch_size: it is 9 Use 8.")
+    error = caught.value
+    assert (error.status, error.message, error.place, error.remedy) == (422, "it is 9", "training.batch_size", "Use 8.")
 
 
 def test_an_upload_is_a_form_of_two_parts(address: str, tmp_path: Path):
