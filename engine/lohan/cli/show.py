@@ -82,6 +82,9 @@ class ProgressShow:
             left = f"{format_duration(fields['eta_seconds'])} left" if fields["eta_seconds"] is not None else "time left unknown yet"
             state = f"step {fields['step']}/{fields['total_steps']}  loss {fields['loss']:.4f}  {left}"
             self._bar("Training", fields["step"] / fields["total_steps"], state)
+            # The bar makes room for the next phase's; how the training ended stays.
+            if fields["step"] == fields["total_steps"]:
+                self._progress.console.print(describe(type, fields, self._config), markup=False)
         else:
             # Not as markup: messages quote file names and data.
             self._progress.console.print(describe(type, fields, self._config), markup=False)
@@ -100,7 +103,7 @@ class ProgressShow:
             self._task = self._progress.add_task("", total=1, state="")
         # Without a total the bar pulses.
         total, completed = (None, 0.0) if done is None else (1.0, done)
-        self._progress.update(self._task, description=escape(description), total=total, completed=completed, state=state)
+        self._progress.update(self._task, description=escape(description), total=total, completed=completed, state=state, refresh=True)
 
 
 def describe(type: EventType, fields: dict[str, Any], config: RunConfig) -> str:

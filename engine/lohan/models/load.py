@@ -5,6 +5,7 @@ The weights follow one tensor at a time through `open_weights` (`lohan.models.we
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,8 @@ def empty_model(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    # The engine switches caches off in the model's configuration; the caller's, which is exported, stays as it is.
+    config = copy.deepcopy(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     try:
         with no_init_weights(), _EmptyOnMeta():
