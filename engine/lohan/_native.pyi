@@ -27,11 +27,13 @@ class AlignedBuffer:
 
     @property
     def address(self) -> int:
-        """Address of the first byte, a multiple of 4096."""
+        """Address of the first byte, a multiple of the page size."""
 
     def array(self) -> Any:
         """
-        The memory as a 1-D uint8 array that keeps the buffer alive: `torch.from_dlpack(buffer.array())`.
+        The memory as a 1-D uint8 array that keeps it alive: `torch.from_dlpack(buffer.array())`.
+
+        The array has `__dlpack__` and the buffer protocol.
         """
 
 class ThreadPool:

@@ -1,4 +1,4 @@
-#include <optional>
+#include <nanobind/stl/string.h>
 
 #include "bindings.h"
 
@@ -8,9 +8,7 @@ namespace {
 /// Why nanobind could not import the object, for the cases a caller meets.
 [[noreturn]] void Refuse(nb::handle object, const char* name, ArrayUse use) {
   const std::string type = nb::cast<std::string>(object.type().attr("__name__"));
-  if (nb::getattr(object, "requires_grad", nb::bool_(false)).is(nb::bool_(true))) {
-    throw nb::value_error((std::string(name) + ": the tensor requires grad; pass its .detach()").c_str());
-  }
+
   const bool is_array = nb::hasattr(object, "__dlpack__") || PyObject_CheckBuffer(object.ptr());
   if (!is_array) {
     throw nb::type_error((std::string(name) +
@@ -39,6 +37,10 @@ std::string NameOf(nb::dlpack::dtype dtype) {
 }
 
 HostArray ImportArray(nb::handle object, const char* name, ArrayUse use) {
+  // torch refuses these in __dlpack__ too, but nanobind then takes an older way round that check.
+  if (nb::getattr(object, "requires_grad", nb::bool_(false)).is(nb::bool_(true))) {
+    throw nb::value_error((std::string(name) + ": the tensor requires grad; pass its .detach()").c_str());
+  }
   HostArray array;
   bool imported = false;
   if (use == ArrayUse::kWrite) {

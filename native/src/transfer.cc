@@ -15,9 +15,12 @@ Transfer::Transfer(std::shared_ptr<File> file, Access access, int64_t offset, st
       remaining_bytes_(length_bytes) {
   file_->CheckRange(offset, length_bytes);
   file_->Begin();
+  if (Done()) file_->End();
 }
 
-Transfer::~Transfer() { file_->End(); }
+Transfer::~Transfer() {
+  if (!Done()) file_->End();  // it was never carried out: the engine refused it
+}
 
 bool Transfer::Done() const { return remaining_bytes_ == 0; }
 
@@ -44,11 +47,15 @@ void Transfer::RunPiece(int64_t begin, int64_t length, BounceBuffer& bounce) noe
 }
 
 void Transfer::Complete(int64_t length, std::optional<IoError> error) noexcept {
-  std::lock_guard lock(mutex_);
-  if (error && (!error_ || error->offset() < error_->offset())) error_ = std::move(error);
-  remaining_bytes_ -= length;
-  // Notified under the lock: the waiter may destroy this object as soon as it can see the zero.
-  if (Done()) done_.notify_all();
+  bool last = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (error && (!error_ || error->offset() < error_->offset())) error_ = std::move(error);
+    remaining_bytes_ -= length;
+    last = Done();
+    if (last) done_.notify_all();
+  }
+  if (last) file_->End();
 }
 
 }  // namespace lohan

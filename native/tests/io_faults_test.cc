@@ -303,7 +303,6 @@ TEST(ClosingWithTransfersInFlightCompletesThem) {
   auto pool_closed = std::async(std::launch::async, [&] { engine->Close(); });
   gate.Open();
   transfer->Wait();
-  transfer.reset();
   file_closed.get();
   pool_closed.get();
   CHECK(Contents(folder.File("in_flight")) == source);

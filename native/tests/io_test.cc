@@ -131,7 +131,6 @@ TEST(ClosedFilesAndPoolsSaySo) {
   engine->Close();
   CHECK(transfer->Done());
   transfer->Wait();
-  transfer.reset();
   CHECK_THROWS(std::runtime_error, "the I/O pool is closed",
                Start(*engine, file, Access::kRead, 0, memory.data(), kMib));
   CHECK_THROWS(std::runtime_error, "the I/O pool is closed", engine->CheckUsable());

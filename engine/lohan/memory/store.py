@@ -29,7 +29,7 @@ _REMEDIES = {
     errno.ENOSPC: "Free space on this drive, or name a state directory on another one.",
     errno.EDQUOT: "This user's disk quota is used up: free space, raise the quota, or name a state directory on another drive.",
     errno.EIO: "The drive reported an error and can no longer be trusted: look at `dmesg` and `smartctl -a`, and use another drive.",
-    errno.EFBIG: "The file system, or this process's limit (`ulimit -f`), allows no file of this size: raise the limit or use another drive.",
+    errno.EFBIG: "The file system, or this process's limit (`ulimit -f`), allows no such file size: raise the limit or use another drive.",
     errno.EACCES: "Give this process's user the right to read and write there, or name another folder.",
     errno.EPERM: "Give this process's user the right to read and write there, or name another folder.",
     errno.EROFS: "The file system is mounted read-only: mount it writable, or name a folder on another drive.",
