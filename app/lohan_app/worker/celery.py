@@ -20,6 +20,7 @@ from sqlalchemy import Engine
 from lohan_app.db import create_db_engine
 from lohan_app.settings import Settings, load_settings
 from lohan_app.worker.processes import FileLock, python_module
+from lohan_app.worker.wake import wake as wake
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -31,8 +32,6 @@ LAUNCH_LIMIT_SECONDS = 60
 SHUTDOWN_SECONDS = 5
 """How long a worker that is told to stop lets its tasks go on; what is cut short is sent again by the reconciler."""
 PUBLISH_TIMEOUT_SECONDS = 2.0
-WAKE_KEY = "lohan:wake"
-"""A list with one element at most: somebody has work for the reconciler."""
 
 
 def configuration(settings: Settings) -> dict[str, Any]:
@@ -161,32 +160,11 @@ def send(name: str, *arguments: Any, settings: Settings | None = None) -> bool:
     return True
 
 
-def wake(settings: Settings) -> None:
-    """Tell the reconciler that there is something to do; without it, it looks every few seconds."""
-    try:
-        with _short_connection(settings) as connection:
-            client = connection.default_channel.client
-            client.lpush(WAKE_KEY, "1")
-            client.ltrim(WAKE_KEY, 0, 0)
-    except Exception as error:  # noqa: BLE001 - see send
-        logger.debug("cannot wake the reconciler (%s)", error)
-
-
-def wait_for_wake(settings: Settings, seconds: float) -> bool:
-    """Wait until somebody calls `wake`, `seconds` at most.
-
-    Raises:
-        Exception: the broker does not answer; the caller sleeps instead.
-    """
-    with _short_connection(settings, socket_timeout=seconds + PUBLISH_TIMEOUT_SECONDS) as connection:
-        return connection.default_channel.client.blpop([WAKE_KEY], timeout=seconds) is not None
-
-
-def _short_connection(settings: Settings, *, socket_timeout: float = PUBLISH_TIMEOUT_SECONDS) -> Connection:
+def _short_connection(settings: Settings) -> Connection:
     """A connection of its own per message: a pooled one would be stale after every restart of the broker, and lose the message."""
     options = {
         "socket_connect_timeout": PUBLISH_TIMEOUT_SECONDS,
-        "socket_timeout": socket_timeout,
+        "socket_timeout": PUBLISH_TIMEOUT_SECONDS,
         "max_retries": 1,
         "interval_start": 0,
         "connect_retries_timeout": PUBLISH_TIMEOUT_SECONDS,

@@ -77,6 +77,11 @@ class Child:
         self._next_start_at = time.monotonic() + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
+    def ask_to_end(self) -> None:
+        """SIGTERM, without waiting."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
     def end(self) -> None:
         """SIGTERM, patience, SIGKILL."""
         if self._process is not None:
@@ -85,6 +90,8 @@ class Child:
 
 
 def end_all(children: Sequence[Child]) -> None:
-    """End children, the last started first: a worker that lost its broker would log and retry instead of ending."""
-    for child in reversed(children):
+    """End children side by side."""
+    for child in children:
+        child.ask_to_end()
+    for child in children:
         child.end()

@@ -1,20 +1,22 @@
-"""`lohan worker`: the reconciler's loop, and one Celery worker for each queue, in processes of their own."""
+"""`lohan worker` (`python -m lohan_app.worker.main`): the reconciler's loop, and for each queue a Celery worker as a child."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
 
 from lohan_app.db import create_db_engine
-from lohan_app.settings import Settings
-from lohan_app.worker.celery import IO_QUEUE, LAUNCH_QUEUE, SHUTDOWN_SECONDS, wait_for_wake
+from lohan_app.settings import Settings, load_settings
+from lohan_app.worker.celery import IO_QUEUE, LAUNCH_QUEUE, SHUTDOWN_SECONDS
 from lohan_app.worker.children import Child, end_all
 from lohan_app.worker.processes import python_module
 from lohan_app.worker.reconciler import Reconciler
+from lohan_app.worker.wake import wait_for_wake
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,8 @@ def celery_command(worker_app: str, queue: str, processes: int) -> list[str]:
     quiet = ("--without-gossip", "--without-mingle", "--without-heartbeat")
     name = f"{queue}-{os.getpid()}@%h"
     arguments = ("-A", worker_app, "worker", "-Q", queue, "--concurrency", str(processes), "-n", name, "--loglevel", "INFO", *quiet)
-    return python_module("celery", *arguments)
+    # Celery's word on running as root is about pickle, which is off; without -q it prints a banner at every start.
+    return [sys.executable, "-P", "-W", "ignore:You're running the worker", "-m", "celery", "-q", *arguments]
 
 
 def run_worker(settings: Settings, *, worker_app: str = WORKER_APP, supervisor_command: Sequence[str] = SUPERVISOR_COMMAND) -> None:
@@ -85,3 +88,7 @@ def _wait(settings: Settings, children: Sequence[Child], stop: StopFlag) -> None
                 return
         except Exception:  # noqa: BLE001 - whatever keeps the broker from answering, the loop goes on without it
             time.sleep(SLICE_SECONDS)
+
+
+if __name__ == "__main__":
+    run_worker(load_settings())

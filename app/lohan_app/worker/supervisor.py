@@ -31,12 +31,12 @@ from lohan_app.runs import repository
 from lohan_app.runs.repository import LostEpochError
 from lohan_app.runs.states import ACTIVE_STATES, Trigger
 from lohan_app.settings import Settings, load_settings
-from lohan_app.worker.celery import wake
 from lohan_app.worker.launcher import TRAINER_COMMAND, RunFiles, TrainerNote
 from lohan_app.worker.processes import FileLock, is_held, kill_session_with, oom_kill_count
 from lohan_app.worker.run_files import free_states, weights_of, write_run_files
 from lohan_app.worker.trainer import Trainer, TrainerEnd
 from lohan_app.worker.verdict import judge
+from lohan_app.worker.wake import wake
 
 logger = logging.getLogger("lohan_app.supervisor")
 

@@ -18,7 +18,7 @@ from lohan.errors import ConfigError, EngineError, StorageError
 from lohan_app.auth.setup import ensure_setup_token, setup_url
 from lohan_app.db import create_db_engine, migrate
 from lohan_app.settings import Settings
-from lohan_app.worker.broker import answers, broker_command
+from lohan_app.worker.broker import answers, broker_command, broker_log
 from lohan_app.worker.celery import SHUTDOWN_SECONDS
 from lohan_app.worker.children import Child, end_all
 from lohan_app.worker.main import StopFlag
@@ -40,6 +40,7 @@ def run_up(settings: Settings, *, worker_command: Sequence[str] | None = None, s
         StorageError: the database does not answer.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # the first line is the address
     settings.make_folders()
     lock = take_up_lock(settings)
     with closing(listen(settings)) as listener:
@@ -49,7 +50,7 @@ def run_up(settings: Settings, *, worker_command: Sequence[str] | None = None, s
         stop = StopFlag()
         # The flags of the command line reach the children as settings.
         environment = {"LOHAN_HOST": settings.host, "LOHAN_PORT": str(settings.port)}
-        worker = Child("worker", worker_command or python_module("lohan_app.cli", "worker"),
+        worker = Child("worker", worker_command or python_module("lohan_app.worker.main"),
                        environment=environment, patience_seconds=2 * SHUTDOWN_SECONDS + 8)  # fmt: skip
         web = Child("web server", python_module("lohan_app.worker.web", str(listener.fileno())),
                     environment=environment, pass_fds=(listener.fileno(),))  # fmt: skip
@@ -63,7 +64,8 @@ def run_up(settings: Settings, *, worker_command: Sequence[str] | None = None, s
                 time.sleep(LOOK_SECONDS)
             say("Stopping. Runs that are training go on; the next `lohan up` finds them.")
         finally:
-            end_all(children)
+            end_all([web, worker])
+            end_all(broker)  # last: a worker that has lost its broker retries instead of ending
             lock.release()
 
 
@@ -157,6 +159,6 @@ def _wait_for_broker(settings: Settings, broker: Child, stop: StopFlag) -> None:
     while not stop.is_set and not answers(settings):
         broker.keep()
         if time.monotonic() > deadline:
-            logger.error("the broker does not answer at %s; its messages stand above. Runs start without it.", settings.broker_socket)
+            logger.error("the broker does not answer; see %s. Runs start without it.", broker_log(settings))
             return
         time.sleep(0.05)
