@@ -6,6 +6,7 @@ that starts by reading and then writes fails at once with SQLITE_BUSY_SNAPSHOT w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 BUSY_TIMEOUT_SECONDS = 30
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 # 3.7.0 to 3.51.2 can corrupt a WAL database used by several connections; the fix was backported to these two.
 SQLITE_FIXED_VERSION = (3, 51, 3)
 SQLITE_BACKPORTS = ((3, 44, 6), (3, 50, 7))
@@ -41,7 +43,9 @@ def create_db_engine(settings: Settings) -> Engine:
     """
     url = settings.sqlalchemy_url
     if not url.startswith("sqlite"):
-        return create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20)
+        engine = create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20)
+        event.listen(engine, "before_cursor_execute", _storable_parameters, retval=True)
+        return engine
     from pysqlite3 import dbapi2  # the wheel's SQLite: the system's may have the WAL-reset race
 
     if not sqlite_is_safe(dbapi2.sqlite_version_info):
@@ -53,7 +57,28 @@ def create_db_engine(settings: Settings) -> Engine:
     (settings.data_dir / "db").mkdir(mode=0o700, parents=True, exist_ok=True)
     engine = create_engine(url, module=dbapi2, connect_args={"timeout": BUSY_TIMEOUT_SECONDS})
     _set_up_sqlite(engine)
+    event.listen(engine, "before_cursor_execute", _storable_parameters, retval=True)
     return engine
+
+
+def _storable_parameters(
+    _connection: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, _executemany: bool
+) -> tuple[str, Any]:
+    """PostgreSQL's text takes no NUL and UTF-8 no lone surrogate; both become U+FFFD, on SQLite too.
+
+    So an id or name that holds one is simply not found, and a trainer's last words can always be stored.
+    """
+    return statement, _storable(parameters)
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, str):
+        return _UNSTORABLE.sub("\ufffd", value)
+    if isinstance(value, tuple | list):
+        return type(value)(_storable(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _storable(item) for key, item in value.items()}
+    return value
 
 
 def _set_up_sqlite(engine: Engine) -> None:

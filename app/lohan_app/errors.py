@@ -143,6 +143,14 @@ ErrorPage = Callable[[Request, Problem], Response]
 ENGINE_STATUSES: tuple[tuple[type[LohanError], int], ...] = ((CapacityError, 409), (ConfigError, 422), (DataError, 422), (ModelError, 422))
 
 
+HTTP_REMEDIES = {
+    400: "Send a body of the type that Content-Type names.",
+    404: "Check the address; /docs lists those of the API.",
+    405: "Use another method; /docs lists those of each address.",
+    413: "Send less at once.",
+}
+
+
 def problem_of_error(error: LohanError) -> Problem:
     """The problem that shows a typed error."""
     status = error.status if isinstance(error, ServiceError) else _engine_status(error)
@@ -198,7 +206,8 @@ def problem_of_http(error: HTTPException) -> Problem:
     """The problem that shows an error of the framework: unknown path, method not allowed."""
     phrase = HTTPStatus(error.status_code).phrase
     slug = phrase.lower().replace(" ", "-")
-    return Problem(f"urn:lohan:problem:{slug}", phrase, error.status_code, str(error.detail), headers=error.headers or {})
+    remedy = HTTP_REMEDIES.get(error.status_code)
+    return Problem(f"urn:lohan:problem:{slug}", phrase, error.status_code, str(error.detail), remedy=remedy, headers=error.headers or {})
 
 
 def is_api(request: Request) -> bool:
