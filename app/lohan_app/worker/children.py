@@ -7,8 +7,9 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from lohan_app.worker.processes import command_with, end_process
+from lohan_app.worker.processes import command_with, kill_group_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Child:
         self._pass_fds = tuple(pass_fds)
         self._patience_seconds = patience_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ending = False
         self._started_at = 0.0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._next_start_at = 0.0
@@ -69,7 +71,7 @@ class Child:
 
     def _note_end(self, status: int) -> None:
         assert self._process is not None
-        end_process(self._process, patience_seconds=0.0)  # the rest of its group
+        kill_group_of(self._process)
         self._process = None
         if time.monotonic() - self._started_at >= STEADY_SECONDS:
             self._pause_seconds = FIRST_PAUSE_SECONDS
@@ -78,14 +80,18 @@ class Child:
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
 
     def ask_to_end(self) -> None:
-        """SIGTERM, without waiting."""
-        if self._process is not None and self._process.poll() is None:
+        """SIGTERM, once, without waiting: Celery takes a second one for impatience."""
+        if self._process is not None and not self._is_ending:
             self._process.terminate()
+            self._is_ending = True
 
     def end(self) -> None:
-        """SIGTERM, patience, SIGKILL."""
+        """SIGTERM, patience, SIGKILL to the whole group."""
         if self._process is not None:
-            end_process(self._process, patience_seconds=self._patience_seconds)
+            self.ask_to_end()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._patience_seconds)
+            kill_group_of(self._process)
             self._process = None
 
 

@@ -226,15 +226,11 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return kept | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | extra
 
 
-def end_process(process: subprocess.Popen[bytes], *, patience_seconds: float) -> None:
-    """SIGTERM to a child and, after `patience_seconds`, SIGKILL to its whole group, which it must lead."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(patience_seconds)
+def kill_group_of(leader: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a child, which leads its own process group, and to what is left of that group; returns when the child is gone."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
 
 
 def oom_kill_count() -> int | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
+from lohan.cli.commands import ExitCode
 from lohan.errors import EngineError
 from lohan.events import ExitReason
 from lohan_app.runs.states import Trigger
@@ -23,17 +23,6 @@ _REMEDIES = {
     signal.SIGBUS: "A disk may be full or failing: see the kernel's log (dmesg).",
     signal.SIGABRT: "A library gave up: the trainer's log has its last words.",
 }
-
-
-class TrainerExit(IntEnum):
-    """The trainer's exit codes."""
-
-    SUCCEEDED = 0
-    FAILED = 1
-    BAD_CONFIG = 2
-    LOCKED = 3
-    CANCELLED = 4
-    INTERRUPTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +52,16 @@ def judge(exit_fields: Mapping[str, Any] | None, end: TrainerEnd, *, lost_attemp
     if exit_fields is not None:
         error = exit_fields.get("error")
         return _failure(error if isinstance(error, dict) else EngineError("the trainer failed without a reason", place=log_path).to_dict())
-    if end.status is not None and end.status >= 0 and end.status != TrainerExit.LOCKED:
+    if end.status is not None and end.status >= 0 and end.status != ExitCode.LOCKED:
         return _failure(_unspoken(end.status, log_tail, log_path))
     return _lost(end, lost_attempts, log_path)
 
 
 def _reason_of(status: int | None) -> ExitReason | None:
     """What the exit code alone says, where the trainer had no time for its last event."""
-    if status == TrainerExit.CANCELLED:
+    if status == ExitCode.CANCELLED:
         return ExitReason.CANCELLED
-    return ExitReason.INTERRUPTED if status == TrainerExit.INTERRUPTED else None
+    return ExitReason.INTERRUPTED if status == ExitCode.INTERRUPTED else None
 
 
 def _failure(problem: dict[str, Any]) -> Verdict:
@@ -97,7 +86,7 @@ def _lost(end: TrainerEnd, lost_attempts: int, log_path: str) -> Verdict:
 
 def _describe(end: TrainerEnd) -> tuple[str, str]:
     """What ended the trainer, and what a user can do about it."""
-    if end.status == TrainerExit.LOCKED:
+    if end.status == ExitCode.LOCKED:
         return "Another process trains in this run's folder", "End that process, then start the run again."
     if end.kernel_out_of_memory and end.status in (None, -signal.SIGKILL):
         return (

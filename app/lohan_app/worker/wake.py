@@ -6,7 +6,6 @@ import logging
 from contextlib import closing
 
 from lohan_app.settings import Settings
-from lohan_app.worker.broker import client_of
 
 logger = logging.getLogger(__name__)
 
@@ -16,8 +15,10 @@ WAKE_KEY = "lohan:wake"
 
 def wake(settings: Settings) -> None:
     """Tell the reconciler that there is something to do. Call it after the commit that makes it true; never raises."""
+    from lohan_app.redis_client import connect  # here: it is a fifth of the start of a supervisor, which needs it only at its end
+
     try:
-        with closing(client_of(settings)) as client, client.pipeline(transaction=True) as both:
+        with closing(connect(settings)) as client, client.pipeline(transaction=True) as both:
             both.lpush(WAKE_KEY, "1")
             both.ltrim(WAKE_KEY, 0, 0)
             both.execute()
@@ -31,5 +32,7 @@ def wait_for_wake(settings: Settings, seconds: float) -> bool:
     Raises:
         Exception: the broker does not answer; the caller sleeps instead.
     """
-    with closing(client_of(settings, reply_seconds=seconds)) as client:
+    from lohan_app.redis_client import connect
+
+    with closing(connect(settings, reply_seconds=seconds)) as client:
         return client.blpop([WAKE_KEY], timeout=seconds) is not None
