@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lohan.cli import register
 from lohan.errors import ConfigError, LohanError
 
 ABOUT = "Fine-tune all parameters of models far larger than the GPU, on one server."
@@ -32,7 +33,21 @@ def up(host: Host = None, port: Port = None) -> None:
         from lohan_app.settings import load_settings
         from lohan_app.worker.up import run_up
 
-    run_up(load_settings(**{name: value for name, value in (("host", host), ("port", port)) if value is not None}))
+    run_up(load_settings(**_named(host=host, port=port)))
+
+
+def web(host: Host = None, port: Port = None) -> None:
+    """Start only the web server, for containers where `lohan worker` runs in another."""
+    with _app_extra():
+        from lohan_app.settings import load_settings
+        from lohan_app.worker.up import run_web
+
+    run_web(load_settings(**_named(host=host, port=port)))
+
+
+def _named(**values: Any) -> dict[str, Any]:
+    """The flags that were given; the others leave the settings alone."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def worker() -> None:
@@ -105,10 +120,8 @@ def _application() -> typer.Typer:
 def build() -> typer.Typer:
     """The whole command line."""
     application = _application()
-    engine: Any = import_module("lohan.cli")
-    if hasattr(engine, "register"):
-        engine.register(application)
-    for command in (up, worker, doctor):
+    register(application)
+    for command in (up, web, worker, doctor):
         application.command()(command)
     for name, forwarder in (("api-key", api_key), ("admin", admin), ("migrate", migrate)):
         application.command(name, context_settings=_FORWARDED)(forwarder)

@@ -69,6 +69,26 @@ def run_up(settings: Settings, *, worker_command: Sequence[str] | None = None, s
             lock.release()
 
 
+def run_web(settings: Settings, *, say: Callable[[str], None] = print) -> None:
+    """Run the web server alone until SIGTERM or SIGINT: for containers, where `lohan worker` runs in another.
+
+    Raises:
+        EngineError, ConfigError, StorageError: as `run_up`.
+    """
+    settings.make_folders()
+    lock = take_up_lock(settings)
+    try:
+        with closing(listen(settings)) as listener:
+            say(first_line(settings))
+            sys.stdout.flush()
+            from lohan_app.worker.web import serve  # the whole application: only this command needs it in this process
+
+            StopFlag()  # uvicorn raises the signal that ended it once more: with a handler in place, that is no death by a signal
+            serve(settings, listener)
+    finally:
+        lock.release()
+
+
 def first_line(settings: Settings) -> str:
     """Bring the database up to date and return what is printed first: where to go with a browser.
 
