@@ -45,7 +45,9 @@ class ThreadPool:
 
     def __init__(self, threads: int = 0) -> None:
         """
-        Start `threads` workers; 0 starts one per CPU in the affinity mask. Raises ValueError outside 0..1024.
+        Start `threads` workers; 0 starts one per CPU in the affinity mask.
+
+        Raises ValueError outside 0..1024.
         """
 
     @property
@@ -57,8 +59,9 @@ class AdamSegment:
 
     def __init__(self, offset: int, length: int, learning_rate: float, beta1: float, beta2: float, epsilon: float, weight_decay: float, step: int) -> None:
         """
-        Elements [offset, offset + length); `step` is 1 for the first update. Raises ValueError for a value that
-        torch.optim.AdamW would not take.
+        Elements [offset, offset + length).
+
+        Raises ValueError for a value that torch.optim.AdamW would not take.
         """
 
     @property
@@ -94,7 +97,7 @@ class UpdateResult:
     @property
     def squared_norm(self) -> float:
         """
-        Sum of squares in float64 over a fixed tree: the same bits for any threads and instruction set.
+        Sum of squares in float64, in an order that depends on nothing but the number of elements.
         """
 
     @property
@@ -120,15 +123,19 @@ def adamw_update(segments: Sequence[AdamSegment], gradients: object, master: obj
     """
     One step of AdamW in place, computed as torch.optim.AdamW does.
 
-    All arrays are 1-D, contiguous, in host memory and of one length: `gradients` float32 or bfloat16, `master` and
-    both moments float32, `weights_out` bfloat16 (rounded to nearest even). Elements outside the segments keep
-    their values and count to nothing. Gradients are multiplied by `gradient_scale` first. Releases the GIL.
+    All arrays are 1-D, contiguous, in host memory and of one length: `gradients` float32 or bfloat16,
+    `master` and both moments float32, `weights_out` bfloat16 (rounded to nearest even). Gradients are
+    multiplied by `gradient_scale` first. Elements outside the segments keep their values and count to
+    nothing. Releases the GIL.
+
     Raises TypeError for a wrong element type, ValueError for arrays or segments that do not fit together.
     """
 
 def gradient_norm(gradients: object, *, gradient_scale: float = 1.0, pool: ThreadPool, instruction_set: InstructionSet = InstructionSet.AUTO) -> UpdateResult:
     """
-    Squared norm and non-finite count of all elements; equal to adamw_update's when its segments cover the arrays.
+    Squared norm and non-finite count of all elements.
+
+    Equal to adamw_update's, bit for bit, when its segments cover the arrays.
     """
 
 class IoError(OSError):
@@ -146,7 +153,9 @@ class IoError(OSError):
 
 class IoTicket:
     """
-    A transfer under way. It keeps the array alive, and dropping it waits for the transfer to end.
+    A transfer under way.
+
+    It keeps the array alive; dropping it waits for the transfer to end.
     """
 
     def wait(self) -> None:
@@ -177,12 +186,12 @@ class IoFile:
     @property
     def alignment_bytes(self) -> int:
         """
-        Ranges that begin and end on multiples of this bypass the page cache as a whole; 1 if not `direct`.
+        Ranges that begin and end on multiples of this bypass the page cache as a whole; 1 if none do.
         """
 
     def read(self, offset: int, target: object, *, urgent: bool = False) -> IoTicket:
         """
-        Start filling `target`, a 1-D contiguous host array, from byte `offset`. Urgent transfers go first.
+        Start filling `target`, a 1-D contiguous host array, from byte `offset`; urgent transfers go first.
 
         Raises ValueError when the range leaves the file or the file is closed, RuntimeError when the pool is.
         """
@@ -190,11 +199,15 @@ class IoFile:
     def write(self, offset: int, source: object, *, urgent: bool = False) -> IoTicket:
         """
         Start writing `source`, a 1-D contiguous host array, at byte `offset`; see `read`.
+
+        The array must not change until the transfer has ended.
         """
 
     def sync(self) -> None:
         """
-        Make what was written durable (fdatasync). Raises IoError; after one, what was written may be lost.
+        Make what was written durable (fdatasync).
+
+        Raises IoError; what was written since the last sync may then be lost.
         """
 
     def close(self) -> None:

@@ -91,18 +91,7 @@ UpdateResult Norm(nb::handle gradients, double gradient_scale, ThreadPool& pool,
   return GradientNorm(GradientsOf(array.second), gradient_scale, pool, instruction_set);
 }
 
-}  // namespace
-
-void InitAdam(nb::module_& m) {
-  nb::class_<ThreadPool>(
-      m, "ThreadPool",
-      "Worker threads for the compute kernels, on the CPUs of the maker's affinity mask.\n\n"
-      "Calls from several threads take turns. Using it in a forked child raises RuntimeError.")
-      .def(nb::init<int>(), nb::arg("threads") = 0,
-           "Start `threads` workers; 0 starts one per CPU in the affinity mask. Raises ValueError outside "
-           "0..1024.")
-      .def_prop_ro("threads", &ThreadPool::threads, "Number of workers.");
-
+void InitSegment(nb::module_& m) {
   nb::class_<AdamSegment>(m, "AdamSegment",
                           "Consecutive elements that share hyper-parameters and step count.")
       .def(
@@ -115,9 +104,9 @@ void InitAdam(nb::module_& m) {
           },
           nb::arg("offset"), nb::arg("length"), nb::arg("learning_rate"), nb::arg("beta1"), nb::arg("beta2"),
           nb::arg("epsilon"), nb::arg("weight_decay"), nb::arg("step"),
-          "Elements [offset, offset + length); `step` is 1 for the first update. Raises ValueError for a "
-          "value that\n"
-          "torch.optim.AdamW would not take.")
+          R"(Elements [offset, offset + length).
+
+Raises ValueError for a value that torch.optim.AdamW would not take.)")
       .def_ro("offset", &AdamSegment::offset, "First element.")
       .def_ro("length", &AdamSegment::length, "Number of elements.")
       .def_ro("learning_rate", &AdamSegment::learning_rate)
@@ -126,11 +115,12 @@ void InitAdam(nb::module_& m) {
       .def_ro("epsilon", &AdamSegment::epsilon)
       .def_ro("weight_decay", &AdamSegment::weight_decay)
       .def_ro("step", &AdamSegment::step, "Number of this update, counted from 1.");
+}
 
+void InitResultAndEnum(nb::module_& m) {
   nb::class_<UpdateResult>(m, "UpdateResult", "What a pass saw of the gradients, after scaling.")
-      .def_ro(
-          "squared_norm", &UpdateResult::squared_norm,
-          "Sum of squares in float64 over a fixed tree: the same bits for any threads and instruction set.")
+      .def_ro("squared_norm", &UpdateResult::squared_norm,
+              "Sum of squares in float64, in an order that depends on nothing but the number of elements.")
       .def_ro("non_finite", &UpdateResult::non_finite, "Number of infinite or NaN elements.");
 
   nb::enum_<InstructionSet>(m, "InstructionSet", "Which build of the kernels runs; all give the same bits.")
@@ -138,6 +128,22 @@ void InitAdam(nb::module_& m) {
       .value("PORTABLE", InstructionSet::kPortable)
       .value("AVX2", InstructionSet::kAvx2)
       .value("AVX512", InstructionSet::kAvx512);
+}
+
+}  // namespace
+
+void InitAdam(nb::module_& m) {
+  nb::class_<ThreadPool>(m, "ThreadPool",
+                         R"(Worker threads for the compute kernels, on the CPUs of the maker's affinity mask.
+
+Calls from several threads take turns. Using it in a forked child raises RuntimeError.)")
+      .def(nb::init<int>(), nb::arg("threads") = 0,
+           R"(Start `threads` workers; 0 starts one per CPU in the affinity mask.
+
+Raises ValueError outside 0..1024.)")
+      .def_prop_ro("threads", &ThreadPool::threads, "Number of workers.");
+  InitSegment(m);
+  InitResultAndEnum(m);
 
   m.def("available_instruction_sets", &AvailableInstructionSets,
         "The instruction sets this processor can run, narrowest first.");
@@ -145,20 +151,20 @@ void InitAdam(nb::module_& m) {
   m.def("adamw_update", &Update, nb::arg("segments"), nb::arg("gradients"), nb::arg("master"),
         nb::arg("first_moment"), nb::arg("second_moment"), nb::arg("weights_out") = nb::none(), nb::kw_only(),
         nb::arg("gradient_scale") = 1.0, nb::arg("pool"), nb::arg("instruction_set") = InstructionSet::kAuto,
-        "One step of AdamW in place, computed as torch.optim.AdamW does.\n\n"
-        "All arrays are 1-D, contiguous, in host memory and of one length: `gradients` float32 or bfloat16, "
-        "`master` and\n"
-        "both moments float32, `weights_out` bfloat16 (rounded to nearest even). Elements outside the "
-        "segments keep\n"
-        "their values and count to nothing. Gradients are multiplied by `gradient_scale` first. Releases the "
-        "GIL.\n"
-        "Raises TypeError for a wrong element type, ValueError for arrays or segments that do not fit "
-        "together.");
+        R"(One step of AdamW in place, computed as torch.optim.AdamW does.
+
+All arrays are 1-D, contiguous, in host memory and of one length: `gradients` float32 or bfloat16,
+`master` and both moments float32, `weights_out` bfloat16 (rounded to nearest even). Gradients are
+multiplied by `gradient_scale` first. Elements outside the segments keep their values and count to
+nothing. Releases the GIL.
+
+Raises TypeError for a wrong element type, ValueError for arrays or segments that do not fit together.)");
 
   m.def("gradient_norm", &Norm, nb::arg("gradients"), nb::kw_only(), nb::arg("gradient_scale") = 1.0,
         nb::arg("pool"), nb::arg("instruction_set") = InstructionSet::kAuto,
-        "Squared norm and non-finite count of all elements; equal to adamw_update's when its segments cover "
-        "the arrays.");
+        R"(Squared norm and non-finite count of all elements.
+
+Equal to adamw_update's, bit for bit, when its segments cover the arrays.)");
 }
 
 }  // namespace lohan

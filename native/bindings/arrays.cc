@@ -8,7 +8,6 @@ namespace {
 /// Why nanobind could not import the object, for the cases a caller meets.
 [[noreturn]] void Refuse(nb::handle object, const char* name, ArrayUse use) {
   const std::string type = nb::cast<std::string>(object.type().attr("__name__"));
-
   const bool is_array = nb::hasattr(object, "__dlpack__") || PyObject_CheckBuffer(object.ptr());
   if (!is_array) {
     throw nb::type_error((std::string(name) +

@@ -14,8 +14,8 @@ namespace nb = nanobind;
 
 namespace lohan {
 
-/// A caller's array, checked: 1-D, contiguous, on the host, aligned to its element size. Keeps the memory
-/// alive; to be destroyed with the GIL held.
+/// A caller's array, checked: 1-D, contiguous and on the host. Keeps the memory alive; to be destroyed with
+/// the GIL held.
 struct HostArray {
   nb::ndarray<nb::ro> owner;
   std::byte* data = nullptr;

@@ -26,6 +26,10 @@ int64_t RoundUp(int64_t value, int64_t multiple) { return RoundDown(value + mult
 
 constexpr const char* NameOf(Access access) { return access == Access::kRead ? "read" : "write"; }
 
+IoError EndsEarly(const std::string& path, int64_t offset) {
+  return {"read", ENODATA, path, offset, "the file ends early: it was truncated after it was opened"};
+}
+
 /// Transfers all `length` bytes with repeated calls. Direct transfers go on from the last multiple of
 /// `granule` that was reached, so that offset, memory and length stay aligned after a short call.
 void TransferAll(Access access, int descriptor, const std::string& path, int64_t offset, std::byte* memory,
@@ -40,16 +44,16 @@ void TransferAll(Access access, int descriptor, const std::string& path, int64_t
                                      : pwrite(descriptor, memory + done, size, offset + done);
     });
     if (moved == 0 && access == Access::kRead) {
-      throw IoError("read", ENODATA, path, offset + done,
-                    "the file ends early: it was truncated after it was opened");
+      throw EndsEarly(path, offset + done);
     }
     const int64_t reached = done + moved;
     const int64_t kept = reached == length ? reached : RoundDown(reached, granule);
     if (kept > done) {
       stalled = 0;
     } else if (++stalled == kStalledCalls) {
-      throw IoError(NameOf(access), EIO, path, offset + done,
-                    "the system transfers less than one block at a time");
+      // A read that ends inside a block again and again has met the end of the file.
+      if (access == Access::kRead) throw EndsEarly(path, offset + done);
+      throw IoError("write", EIO, path, offset + done, "the system writes less than one block at a time");
     }
     done = kept;
   }

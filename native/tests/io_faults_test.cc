@@ -134,7 +134,7 @@ TEST(ShortCallsThatLeaveTheAlignmentAreRealigned) {
   });
 }
 
-TEST(CallsThatMoveLessThanABlockForEverAreAnError) {
+TEST(WritesOfLessThanABlockForEverAreAnError) {
   Folder folder;
   auto file = File::Open(folder.File("stalled"), kMib);
   if (!file->direct()) test::Skip("no direct I/O here: " + file->direct_refusal());

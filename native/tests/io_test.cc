@@ -111,14 +111,16 @@ TEST(MissingFilesFoldersAndRangesAreRefusedWithTheirPlace) {
 
 TEST(AFileThatShrankIsReportedWhereItEnds) {
   Folder folder;
-  auto file = File::Open(folder.File("shrunk"), 5 * kMib);
-  CHECK_EQUAL(truncate(folder.File("shrunk").c_str(), 2 * kMib), 0);
   auto engine = MakeThreadEngine(2);
   AlignedBuffer memory(5 * kMib);
-  auto transfer = Start(*engine, file, Access::kRead, 0, memory.data(), 5 * kMib);
-  const auto error = CHECK_THROWS(IoError, "ends early", transfer->Wait());
-  CHECK_EQUAL(error.error_number(), ENODATA);
-  CHECK_EQUAL(error.offset().value(), 2 * kMib);
+  for (const int64_t beyond_the_block : {0, 100}) {
+    auto file = File::Open(folder.File("shrunk"), 5 * kMib);
+    CHECK_EQUAL(truncate(folder.File("shrunk").c_str(), 2 * kMib + beyond_the_block), 0);
+    auto transfer = Start(*engine, file, Access::kRead, 0, memory.data(), 5 * kMib);
+    const auto error = CHECK_THROWS(IoError, "ends early", transfer->Wait());
+    CHECK_EQUAL(error.error_number(), ENODATA);
+    CHECK_EQUAL(error.offset().value() / PageBytes() * PageBytes(), 2 * kMib);
+  }
 }
 
 TEST(ClosedFilesAndPoolsSaySo) {
