@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fixtures import machine
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 from lohan_app.auth.dependencies import SESSION_COOKIE
 from lohan_app.entities import Role
@@ -16,6 +16,9 @@ from tests.e2e.server import Site, Visitor
 
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 375, "height": 700}
+# A page is given as long as a busy machine may need; a test that passes does not wait.
+PATIENCE_MILLISECONDS = 20_000
+expect.set_options(timeout=PATIENCE_MILLISECONDS)
 # The tests may run as root (a container), where Chromium's sandbox does not start; it only opens pages of this machine.
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 
@@ -61,11 +64,12 @@ class Complaints:
 
     def watch(self, page: Page) -> None:
         page.on("console", self._on_console)
-        page.on("pageerror", lambda error: self.found.append(f"script error: {error}"))
+        page.on("pageerror", lambda error: self.found.append(f"script error on {page.url}: {error}"))
 
     def _on_console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
-            self.found.append(f"console {message.type}: {message.text}")
+            place = message.page.url if message.page is not None else ""
+            self.found.append(f"console {message.type} on {place}: {message.text}")
 
     def unexpected(self) -> list[str]:
         return [text for text in self.found if not any(expected in text for expected in self._expected)]
@@ -92,6 +96,7 @@ def open_page(browser: Browser, complaints: Complaints) -> Iterator[Opener]:
         if visitor is not None:
             context.add_cookies([{"name": SESSION_COOKIE, "value": visitor.token, "url": site.url}])
         page = context.new_page()
+        page.set_default_timeout(PATIENCE_MILLISECONDS)
         complaints.watch(page)
         page.goto(path)
         return page

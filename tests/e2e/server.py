@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -124,3 +125,49 @@ class Site:
         login = service.open_session(self.engine, user, address="test")
         identity = Identity(user.id, user.name, role, service.scopes_of_role(role), session_id=login.session.id)
         return Visitor(user, identity, login.token)
+
+
+class Appliance:
+    """`lohan up` as an administrator starts it: broker, worker and web, on a data folder of its own, CPU only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.data_dir = folder / "data"
+        self.model_dir = folder / "models"
+        self.model_dir.mkdir()
+        self._log = folder / "up.log"
+        self._environment = clean_environment(
+            LOHAN_DATA_DIR=str(self.data_dir),
+            LOHAN_MODEL_DIRS=str(self.model_dir),
+            LOHAN_DEVICES="cpu:0",
+            LOHAN_PORT=str(self.port),
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lohan_app.cli", "up"], env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        wait_until(self._is_up, timeout_seconds=2 * START_SECONDS, what="the appliance answers")
+
+    def _is_up(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"`lohan up` ended: {self.log()[-3000:]}"
+        return answers(self.url)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(START_SECONDS)
+            self._process = None
+
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def setup_address(self) -> str:
+        """What `lohan up` printed first: the address with the one-time token."""
+        match = re.search(rf"{self.url}/setup\?token=\S+", self.log())
+        assert match is not None, self.log()
+        return match.group()

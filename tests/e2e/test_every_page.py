@@ -16,6 +16,7 @@ pytestmark = pytest.mark.browser
 PAGES = ["/", "/runs", "/runs/new", "/datasets", "/models", "/hardware", "/settings", "/docs"]
 LOOKS = [pytest.param(DESKTOP, "light", id="desktop"), pytest.param(PHONE, "dark", id="phone")]
 PROBLEM = {"kind": "StorageError", "message": "no space left on device", "place": "states/unit-3.bin", "remedy": "Free some space."}
+SINGLES = [f"run-{state}" for state in RunState] + [f"dataset-{name}" for name in ("ready", "bad-rows", "validating", "invalid")]
 LONG_WORD = "supercalifragilistic" * 12
 
 
@@ -61,47 +62,40 @@ def keeper(site: Site, full: dict[str, str], admin: Visitor) -> Visitor:
     return Visitor(admin.user, admin.identity, full["token"])
 
 
-@pytest.mark.parametrize(("size", "theme"), LOOKS)
-@pytest.mark.parametrize("path", PAGES)
-def test_an_empty_page_stands(site: Site, visitor: Visitor, open_page: Opener, path: str, size: dict[str, int], theme: str) -> None:
-    page = open_page(site, path, visitor, size=size, theme=theme)
+def assert_stands(page: Page, path: str) -> None:
+    """The page has its heading, and does not scroll sideways."""
+    page.goto(path)
     expect(page.get_by_role("heading", level=1)).to_be_visible()
-    page.wait_for_load_state("networkidle" if path != "/" else "load")
-    assert overflow(page) == 0
+    assert overflow(page) == 0, path
 
 
 @pytest.mark.parametrize(("size", "theme"), LOOKS)
-@pytest.mark.parametrize("path", PAGES)
-def test_a_full_page_stands(site: Site, keeper: Visitor, open_page: Opener, path: str, size: dict[str, int], theme: str) -> None:
-    page = open_page(site, path, keeper, size=size, theme=theme)
-    expect(page.get_by_role("heading", level=1)).to_be_visible()
-    assert overflow(page) == 0
-
-
-SINGLES = [f"run-{state}" for state in RunState] + [f"dataset-{name}" for name in ("ready", "bad-rows", "validating", "invalid")]
+def test_empty_pages_stand(site: Site, visitor: Visitor, open_page: Opener, size: dict[str, int], theme: str) -> None:
+    page = open_page(site, "/", visitor, size=size, theme=theme)
+    for path in PAGES:
+        assert_stands(page, path)
 
 
 @pytest.mark.parametrize(("size", "theme"), LOOKS)
-@pytest.mark.parametrize("single", SINGLES)
-def test_the_page_of_one_thing_stands(
-    site: Site, keeper: Visitor, full: dict[str, str], open_page: Opener, single: str, size: dict[str, int], theme: str
-) -> None:
-    page = open_page(site, full[single], keeper, size=size, theme=theme)
-    expect(page.get_by_role("heading", level=1)).to_be_visible()
-    assert overflow(page) == 0
+def test_full_pages_stand(site: Site, keeper: Visitor, full: dict[str, str], open_page: Opener, size: dict[str, int], theme: str) -> None:
+    page = open_page(site, "/", keeper, size=size, theme=theme)
+    for path in [*PAGES, *(full[name] for name in SINGLES)]:
+        assert_stands(page, path)
 
 
-@pytest.mark.parametrize("place", ["/runs", "/datasets", "run-running", "dataset-bad-rows"])
-def test_hostile_names_are_shown_as_text(site: Site, keeper: Visitor, full: dict[str, str], open_page: Opener, place: str) -> None:
-    page = open_page(site, full.get(place, place), keeper)
-    expect(page.get_by_text(arrange.HOSTILE_SHOWN, exact=True).first).to_be_visible()
-    assert page.locator("img").count() == 0
-    assert "\u202e" not in page.content()
+def test_hostile_names_are_shown_as_text(site: Site, keeper: Visitor, full: dict[str, str], open_page: Opener) -> None:
+    page = open_page(site, "/runs", keeper)
+    for path in ("/runs", "/datasets", full["run-running"], full["dataset-bad-rows"]):
+        page.goto(path)
+        expect(page.get_by_text(arrange.HOSTILE_SHOWN, exact=True).first).to_be_visible()
+        assert page.locator("img").count() == 0, path
+        assert "\u202e" not in page.content(), path
 
 
 def test_every_control_has_a_name_and_every_field_a_label(site: Site, keeper: Visitor, full: dict[str, str], open_page: Opener) -> None:
+    page = open_page(site, "/", keeper)
     for path in [*(path for path in PAGES if path != "/docs"), full["run-running"], full["dataset-bad-rows"]]:
-        page = open_page(site, path, keeper)
+        page.goto(path)
         nameless = page.evaluate(
             """[...document.querySelectorAll("a, button, input:not([type=hidden]), select, summary")]
                  .filter((e) => !(e.innerText || e.ariaLabel || (e.labels && e.labels.length) || e.textContent.trim()))
