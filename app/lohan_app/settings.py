@@ -15,7 +15,7 @@ from urllib.parse import quote
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, StorageError
 
 ENVIRONMENT_PREFIX = "LOHAN_"
 UNIX_SOCKET_PATH_BYTES = 107  # sun_path holds 108 bytes with the closing NUL (unix(7))
@@ -123,9 +123,21 @@ class Settings(BaseSettings):
         return self.data_dir / "runs" / run_id
 
     def make_folders(self) -> None:
-        """Create the data folder's rooms, readable by this user alone."""
-        for folder in (*(self.data_dir / name for name in DATA_FOLDERS), *self.state_folders):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Create the data folder's rooms, readable by this user alone.
+
+        Raises:
+            StorageError: one of them cannot be made.
+        """
+        try:
+            for folder in (*(self.data_dir / name for name in DATA_FOLDERS), *self.state_folders):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"this folder cannot be made: {error.strerror}",
+                place=str(error.filename),
+                remedy="Give this user the folder above it, or set LOHAN_DATA_DIR and LOHAN_STATE_DIRS to others.",
+                errno=error.errno,
+            ) from error
 
 
 def load_settings(**overrides: Any) -> Settings:
