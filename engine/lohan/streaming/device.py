@@ -33,19 +33,20 @@ def resolve_device(name: str) -> torch.device:
 
 
 class Event:
-    """A point in a stream's work. `record` and `wait` act on the current stream of the calling thread."""
+    """A point in a stream's work. `record` and `wait` act on the device's current stream of the calling thread."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def record(self, stream: Any = None) -> None:
         if self._event is not None:
-            self._event.record(stream or torch.cuda.current_stream())
+            self._event.record(stream or torch.cuda.current_stream(self._device))
 
     def wait(self, stream: Any = None) -> None:
         """Make the stream, not the thread, wait for the recorded point."""
         if self._event is not None:
-            (stream or torch.cuda.current_stream()).wait_event(self._event)
+            (stream or torch.cuda.current_stream(self._device)).wait_event(self._event)
 
     def synchronize(self) -> None:
         """Make the thread wait for the recorded point."""

@@ -105,7 +105,7 @@ class Session:
         on_gpu = self.device.type == "cuda"
         return Statistics(
             steps=steps,
-            last_step=stages.worker.statistics(steps) if steps else None,
+            last_step=stages.worker.statistics(),
             bytes_read=stages.states.bytes_read,
             bytes_written=stages.states.bytes_written,
             unit_loads=stages.stream.loads,
@@ -126,7 +126,7 @@ class Session:
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            if kind is None:
+            if kind is None and self._finalizer.alive:
                 self.wait()
         finally:
             self.close()

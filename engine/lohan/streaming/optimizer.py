@@ -180,9 +180,13 @@ class OptimizerWorker:
         self._pending.begin(update.layout.index)
         self._updates.put(update)
 
-    def statistics(self, step: int) -> StepStatistics:
-        """What is known of `step`'s gradients: all of it once every update of the step is done."""
-        units = dict(self._norms.get(step, {}))  # a copy: the worker may be adding to it
+    def statistics(self) -> StepStatistics | None:
+        """What is known of the newest step's gradients: all of it once every update is done; None before the first."""
+        steps = dict(self._norms)  # a copy: the worker may be adding to it
+        if not steps:
+            return None
+        step = max(steps)
+        units = dict(steps[step])
         # In unit order, so that the sum does not depend on the order of arrival.
         return StepStatistics(step, sum(units[unit][0] for unit in sorted(units)), sum(count for _, count in units.values()))
 
