@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lohan.config import EngineSection, TrainingSection
 from lohan_app.auth.schemas import DisplayName
 from lohan_app.entities import RunState, Wanted
-from lohan_app.runs.queries import NamedRun
+
+if TYPE_CHECKING:
+    from lohan_app.runs.queries import NamedRun
 
 RecordId = Annotated[str, Field(min_length=1, max_length=64)]
 
