@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -272,6 +272,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return respond(request, problem_of_http(error))
 
     @app.exception_handler(OperationalError)
+    @app.exception_handler(ProgrammingError)  # PostgreSQL's for a table that no migration has made yet
     @app.exception_handler(PoolTimeoutError)
     def on_database(request: Request, error: Exception) -> Response:
         # Locked for longer than the busy timeout, or the server is away: nothing was written, the same request may work later.
@@ -279,7 +280,9 @@ def install_error_handlers(app: FastAPI) -> None:
         return respond(
             request,
             problem_of_error(
-                Unavailable("the database does not answer", remedy="Try again in a few seconds.", headers={"Retry-After": "5"})
+                Unavailable(
+                    "the database does not answer", remedy="Try again in a few seconds; /readyz says more.", headers={"Retry-After": "5"}
+                )
             ),
         )
 

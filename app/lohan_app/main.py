@@ -12,7 +12,9 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI
 from sqlalchemy.exc import DBAPIError
 from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 import lohan
 from lohan_app.auth.dependencies import browsers_only
@@ -29,6 +31,16 @@ API_PREFIX = "/api/v1"
 FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "system")
 
 
+class StaticFolder(StaticFiles):
+    """Static files that browsers keep: for good where the address has the digest of the content, else until asked about again."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        names_content = scope["query_string"].startswith(b"v=")
+        response.headers["Cache-Control"] = "public, max-age=31536000, immutable" if names_content else "no-cache"
+        return response
+
+
 def create_app(settings: Settings | None = None) -> FastAPI:
     """Build the application: routers of every feature, error handlers, middleware. Opens no connection yet."""
     settings = settings or load_settings()
@@ -37,7 +49,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.context = make_context(settings)
     install_error_handlers(app)
     _include_routers(app)
-    app.mount("/static", StaticFiles(directory=str(resources.files("lohan_app") / "web" / "static"), check_dir=False), name="static")
+    app.mount("/static", StaticFolder(directory=str(resources.files("lohan_app") / "web" / "static"), check_dir=False), name="static")
     # The last added is the outermost: even a refused Host gets the security headers.
     app.add_middleware(BodyLimit)
     app.add_middleware(HostGuard, allowed_hosts=settings.allowed_hosts)

@@ -26,7 +26,7 @@ CONTENT_SECURITY_POLICY = (
 SECURITY_HEADERS: Final[Mapping[str, str]] = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
-    # Not `no-referrer`: with it browsers send `Origin: null` with a form that posts to its own site (Fetch standard, "append a
+    # Not `no-referrer`: with it browsers send `Origin: null` with a form that posts to its own site (Chromium 156; Fetch, "append a
     # request Origin header"), and the check against forged requests needs that Origin. Other sites get no referrer either way.
     "referrer-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",

@@ -65,7 +65,7 @@ def test_sqlite_versions_with_the_write_ahead_log_fault_are_known(version: tuple
 
 
 def test_a_bad_sqlite_is_refused_with_the_remedy(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(db, "sqlite_is_safe", lambda version: False)
+    monkeypatch.setattr(db, "sqlite_is_safe", lambda _version: False)
     with pytest.raises(StorageError, match="can corrupt databases") as caught:
         create_db_engine(Settings(data_dir=tmp_path))
     assert "pysqlite3" in str(caught.value.remedy)

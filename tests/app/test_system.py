@@ -34,6 +34,7 @@ def test_not_ready_before_the_migrations(anonymous: TestClient, settings: Settin
     assert (reply.status_code, reply.json()["ready"]) == (503, False)
     assert "lohan migrate" in reply.json()["migrations"]
     assert anonymous.get("/healthz").status_code == 200
+    assert anonymous.get("/api/v1/runs").status_code == 503
 
 
 @pytest.mark.postgres

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sqlalchemy import Engine
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
 from lohan_app.auth import repository
 from lohan_app.auth.passwords import NO_PASSWORD, LoginBackoff, PasswordHasher
@@ -21,6 +24,8 @@ from lohan_app.entities import ApiKey, BrowserSession, Role, User
 from lohan_app.entities.base import new_id, now
 from lohan_app.errors import AuthenticationRequired, Forbidden, NotFound, Unprocessable
 from lohan_app.settings import Settings
+
+log = logging.getLogger(__name__)
 
 # 256 random bits: SHA-256 is enough for what cannot be guessed, and is cheap at every request.
 TOKEN_BYTES = 32
@@ -98,9 +103,17 @@ def session_identity(engine: Engine, settings: Settings, token: str, *, address:
             repository.delete_sessions_before(session, oldest)
         return None
     if repository.is_stale(opened.last_seen_at):
-        with write_transaction(engine) as session:
-            repository.touch_session(session, opened.id)
+        _note_seen(engine, repository.touch_session, opened.id)
     return Identity(user.id, user.name, user.role, scopes_of_role(user.role), address, session_id=opened.id, csrf_token=opened.csrf_token)
+
+
+def _note_seen(engine: Engine, touch: Callable[[Session, str], None], row_id: str) -> None:
+    """Write down that a session or key was used. A request that only reads must not fail because the database takes no writes now."""
+    try:
+        with write_transaction(engine) as session:
+            touch(session, row_id)
+    except OperationalError as error:
+        log.warning("cannot note the use of %s: %s", row_id, error.orig)
 
 
 def list_sessions(engine: Engine, identity: Identity) -> list[BrowserSession]:
@@ -129,8 +142,7 @@ def key_identity(engine: Engine, key: str, *, address: str) -> Identity | None:
     if api_key.revoked_at is not None or (api_key.expires_at is not None and api_key.expires_at <= now()):
         return None
     if repository.is_stale(api_key.last_used_at):
-        with write_transaction(engine) as session:
-            repository.touch_key(session, api_key.id)
+        _note_seen(engine, repository.touch_key, api_key.id)
     # A key never holds more than its owner: an administrator made a member loses what their keys had.
     scopes = frozenset(Scope(scope) for scope in api_key.scopes) & scopes_of_role(user.role)
     return Identity(user.id, user.name, user.role, scopes, address, key_id=api_key.id)
