@@ -59,14 +59,19 @@
     for (const button of document.querySelectorAll("form button[type=submit]")) button.disabled = false;
   });
 
-  const clock = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short", year: "numeric", hour: "2-digit", minute: "2-digit" });
+  const minutes = { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" };
+  const thisYear = new Intl.DateTimeFormat(undefined, minutes);
+  const otherYear = new Intl.DateTimeFormat(undefined, { ...minutes, year: "numeric" });
+  const seconds = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit" });
   function localTimes(scope) {
-    for (const element of scope.querySelectorAll("time[data-local]")) {
+    for (const element of scope.querySelectorAll("time[data-local], time[data-clock]")) {
       const moment = new Date(element.dateTime);
       if (Number.isNaN(moment.getTime())) continue;
-      element.title = element.textContent;
-      element.textContent = clock.format(moment);
-      element.removeAttribute("data-local");
+      const isClock = element.hasAttribute("data-clock");
+      const format = isClock ? seconds : moment.getFullYear() === new Date().getFullYear() ? thisYear : otherYear;
+      element.title = isClock ? otherYear.format(moment) : element.textContent;
+      element.textContent = format.format(moment);
+      element.removeAttribute(isClock ? "data-clock" : "data-local");
     }
   }
 

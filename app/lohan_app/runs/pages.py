@@ -134,6 +134,9 @@ def _plan_fields(context: AppContext, identity: Identity, form: Mapping[str, str
 def new_run_page(request: Request, identity: CurrentUser, context: Context, base_model_id: str = "", dataset_id: str = "") -> HTMLResponse:
     values = run_form.default_values() | {"base_model_id": base_model_id, "dataset_id": dataset_id}
     fields = _form_fields(context, identity, values) | {"idempotency_key": uuid.uuid4().hex}
+    if values["base_model_id"]:
+        context_length = base_models.get_model(context, values["base_model_id"]).context_length
+        values["sequence_length"] = min(values["sequence_length"], context_length)
     fields |= _plan_fields(context, identity, {name: str(value) for name, value in values.items()})
     return render(request, "runs/new.html", fields, viewer=identity)
 

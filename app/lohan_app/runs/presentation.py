@@ -23,6 +23,8 @@ PHASE_NAMES = {
 }
 # The evaluation comes twice; the others once, in this order.
 PHASE_LINE = (Phase.PREPARING_DATA, Phase.LOADING_MODEL, Phase.EVALUATING, Phase.TRAINING, Phase.EVALUATING, Phase.EXPORTING)
+FIRST_EVALUATION, LAST_EVALUATION = 2, 4
+EVALUATION_NAMES = {FIRST_EVALUATION: "First evaluation", LAST_EVALUATION: "Last evaluation"}
 SILENCE = timedelta(minutes=2)
 """A running trainer that has written nothing for this long is pointed out; large models do take minutes for a step."""
 EXIT_TEXTS = {
@@ -84,7 +86,7 @@ def _position(run: RunView) -> int:
     if run.state is RunState.SUCCEEDED:
         return len(PHASE_LINE)
     if run.phase == Phase.EVALUATING:
-        return 4 if run.step else 2
+        return LAST_EVALUATION if run.step else FIRST_EVALUATION
     positions: dict[str, int] = {phase: index for index, phase in enumerate(PHASE_LINE) if phase is not Phase.EVALUATING}
     # Rows are prepared while the run waits in the queue; after that it has no phase until its trainer names one.
     return positions.get(run.phase, 1 if run.prepared_at is not None and run.state is not RunState.QUEUED else -1)
@@ -100,7 +102,7 @@ def phase_line(run: RunView) -> list[dict[str, str]]:
             status = "done"
         else:
             status = "done" if index < here else current if index == here else "later"
-        line.append({"label": PHASE_NAMES[phase], "status": status})
+        line.append({"label": EVALUATION_NAMES.get(index, PHASE_NAMES[phase]), "status": status})
     return line
 
 
