@@ -139,9 +139,18 @@ def start_trainer(files: RunFiles, *, attempt: int, device: str, command: Sequen
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=files.folder, start_new_session=True,
                 env=clean_environment(CUDA_VISIBLE_DEVICES=device if device.startswith("GPU-") else ""), pass_fds=(gate_exit,),
             )  # fmt: skip
-        TrainerNote(trainer.pid, start_ticks(trainer.pid) or 0, attempt, oom_kill_count()).write(files.trainer_note)
-        os.write(gate_entry, b"1")
+    except BaseException:
+        os.close(gate_entry)
+        raise
     finally:
         os.close(gate_exit)
+    try:
+        TrainerNote(trainer.pid, start_ticks(trainer.pid) or 0, attempt, oom_kill_count()).write(files.trainer_note)
+        os.write(gate_entry, b"1")
+    except BaseException:
+        trainer.kill()
+        trainer.wait()
+        raise
+    finally:
         os.close(gate_entry)
     return trainer

@@ -7,6 +7,7 @@ hands back what that returns; a typed error raised there is raised here again.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -26,14 +27,31 @@ from lohan_app.settings import Settings
 from lohan_app.worker import confined
 from lohan_app.worker.processes import clean_environment, command_with, python_module, read_json
 
+logger = logging.getLogger(__name__)
+
 MAX_OPEN_FILES = 1024  # a 175B model has about 100 weight files
 # Token files hold 8 bytes a token; a token is one byte of text at least.
 FILE_BYTES_PER_UPLOAD_BYTE = 8
+WALL_SECONDS_PER_CPU_SECOND = 2.0
 CPU_GRACE_SECONDS = 5
 """Between SIGXCPU, which names its cause, and the kernel's SIGKILL."""
 # Each library would start a thread per core, with a stack and buffers that count against the limit.
 _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "MALLOC_ARENA_MAX"), "2")
-_OUT_OF_MEMORY = ("memory allocation of", "bad_alloc", "can't allocate memory", "Cannot allocate memory", "MemoryError")
+_OUT_OF_MEMORY = (
+    "memory allocation of",  # Rust
+    "bad_alloc",
+    "can't allocate memory",  # torch
+    "Cannot allocate memory",
+    "failed to map segment",  # the loader of shared libraries
+    "MemoryError",
+)
+    "memory allocation of",
+    "bad_alloc",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "MemoryError",
+    "failed to map segment",
+)
 
 
 class AddressSpace(StrEnum):
@@ -68,7 +86,7 @@ def run_limited(
         LohanError: the typed error that the module raised.
         EngineError: the child ended without a result; the message has its last words.
     """
-    limit_seconds = timeout_seconds or 2.0 * settings.worker_cpu_seconds
+    limit_seconds = timeout_seconds or WALL_SECONDS_PER_CPU_SECOND * settings.worker_cpu_seconds
     root = settings.data_dir / "cache" / "limited"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=root))
@@ -137,6 +155,7 @@ def _outcome(status: int | None, result: Path, output: Path, settings: Settings,
         raise _limit(confined.MEMORY, settings)
     ending = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
     last_line = words.splitlines()[-1] if words else "it printed nothing"
+    logger.warning("a limited child ended with %s; its last words:\n%s", ending, words)
     raise EngineError(f"reading the file ended with {ending}: {last_line}", remedy="The worker's log has the details.")
 
 

@@ -21,6 +21,7 @@ from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import BaseModel, BaseModelState, Dataset, DatasetState, Run, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.runs import repository
+from lohan_app.runs.announce import announce
 from lohan_app.runs.states import ACTIVE_STATES, WAITING_STATES, Trigger
 from lohan_app.settings import Settings
 from lohan_app.worker.celery import send, task_lock
@@ -103,6 +104,7 @@ class Reconciler:
                 cancelled = repository.fire(session, run_id, Trigger.REQUEST_CANCEL, state_reason="")
             if cancelled:
                 logger.info("%s: cancelled before it started", run_id)
+                announce(self._settings, run_id)
                 free_states(self._settings, run_id)
 
     def _start_queued(self) -> None:
@@ -121,6 +123,7 @@ class Reconciler:
                 if answer != run.state_reason:
                     with write_transaction(self._engine) as session:
                         repository.explain(session, run.id, state=RunState.QUEUED, reason=answer)
+                    announce(self._settings, run.id)
                 continue
             claimed = self._claim(run, answer)
             if claimed is not None:
@@ -142,6 +145,7 @@ class Reconciler:
                 return None
             claimed = repository.get_run(session, run.id)
         logger.info("%s: claimed, with %s", run.id, ", ".join(reservation.devices))
+        announce(self._settings, run.id)
         self._launches[run.id] = _Patience(LAUNCH_PATIENCE_SECONDS)
         self._launch(run.id)
         return claimed

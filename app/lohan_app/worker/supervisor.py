@@ -28,6 +28,7 @@ from lohan_app.entities import BaseModel, Run, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.entities.runs import TERMINAL_STATES
 from lohan_app.runs import repository
+from lohan_app.runs.announce import announce
 from lohan_app.runs.repository import LostEpochError
 from lohan_app.runs.states import ACTIVE_STATES, Trigger
 from lohan_app.settings import Settings, load_settings
@@ -215,6 +216,7 @@ class Supervisor:
             return True
 
         if self._try(record):
+            announce(self._settings, self._run_id)
             return len(batch) == EVENTS_PER_TRANSACTION
         reader.offset_bytes, reader.malformed = before
         return True
@@ -250,6 +252,7 @@ class Supervisor:
         state = self._insist(lambda session: repository.fire(session, self._run_id, trigger, epoch=self._epoch, **values))
         if state in TERMINAL_STATES:
             free_states(self._settings, self._run_id)
+        announce(self._settings, self._run_id)
         return state
 
     def _read(self) -> Run | None:

@@ -1,0 +1,123 @@
+"""Limited children: foreign files are read under limits, and each limit names itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from fixtures.tiny_model import make_tiny_model
+
+from lohan.errors import CapacityError, EngineError, LohanError, ModelError
+from lohan.units import MIB
+from lohan_app.settings import Settings
+from lohan_app.worker.limited import AddressSpace, LimitError, _typed_error, run_limited
+
+ROW_CHECK = "lohan_app.datasets.row_check"
+MODEL_CHECK = "lohan_app.base_models.model_check"
+ROW = json.dumps({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]}) + "\n"
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """Rows whose check takes several seconds of CPU time."""
+    path = tmp_path / "large.jsonl"
+    with path.open("w") as file:
+        for _ in range(10):
+            file.write(ROW * 10_000)
+    return path
+
+
+def limited(settings: Settings, **changes: int) -> Settings:
+    return settings.model_copy(update=changes)
+
+
+def scratch_folders(settings: Settings) -> list[Path]:
+    return list((settings.data_dir / "cache" / "limited").iterdir())
+
+
+def test_the_result_comes_back_and_nothing_is_left(settings: Settings, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(ROW * 3)
+    found = run_limited(ROW_CHECK, [str(path)], settings)
+    assert (found["row_count"], found["bad_row_count"]) == (3, 0)
+    assert scratch_folders(settings) == []
+
+
+def test_a_typed_error_comes_back_as_its_type(settings: Settings, tmp_path: Path) -> None:
+    folder = tmp_path / "no model"
+    folder.mkdir()
+    with pytest.raises(ModelError) as caught:
+        run_limited(MODEL_CHECK, [str(folder), str(tmp_path / "out")], settings, address_space=AddressSpace.MAPS_FILES)
+    assert caught.value.message
+    assert caught.value.remedy
+
+
+def test_memory_names_itself(settings: Settings, tmp_path: Path) -> None:
+    """Looking into a model loads torch, whose libraries alone are larger than the least that can be set."""
+    model = make_tiny_model(tmp_path / "tiny")
+    small = limited(settings, worker_memory_bytes=256 * MIB)
+    with pytest.raises(LimitError) as caught:
+        run_limited(MODEL_CHECK, [str(model), str(tmp_path / "out")], small, address_space=AddressSpace.LIMITED)
+    assert "256.00 MiB of memory" in caught.value.message
+    assert "LOHAN_WORKER_MEMORY_BYTES" in (caught.value.remedy or "")
+
+
+def test_torch_fits_into_the_default_memory_where_mapped_files_do_not_count(settings: Settings, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny")
+    (tmp_path / "out").mkdir()
+    found = run_limited(MODEL_CHECK, [str(model), str(tmp_path / "out")], settings, address_space=AddressSpace.MAPS_FILES)
+    assert found["architecture"] == "llama"
+
+
+def test_cpu_time_names_itself(settings: Settings, large: Path) -> None:
+    with pytest.raises(LimitError) as caught:
+        run_limited(ROW_CHECK, [str(large)], limited(settings, worker_cpu_seconds=1), timeout_seconds=120)
+    assert "1 s of CPU time" in caught.value.message
+    assert "LOHAN_WORKER_CPU_SECONDS" in (caught.value.remedy or "")
+
+
+def test_wall_clock_time_names_itself_and_the_child_is_gone(settings: Settings, large: Path) -> None:
+    with pytest.raises(LimitError) as caught:
+        run_limited(ROW_CHECK, [str(large)], settings, timeout_seconds=1.0)
+    assert "longer than 1 s" in caught.value.message
+    assert psutil.Process().children() == []
+    assert scratch_folders(settings) == []
+
+
+def test_the_child_tells_how_far_it_is_and_sees_no_secret(settings: Settings, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOHAN_DATABASE_URL", "postgresql://user:secret@host/name")
+    told: list[float] = []
+    environments: list[dict[str, str]] = []
+    limits: list[tuple[int, int]] = []
+
+    def on_progress(fraction: float) -> None:
+        told.append(fraction)
+        for child in psutil.Process().children():
+            environments.append(child.environ())
+            limits.extend(child.rlimit(kind) for kind in (psutil.RLIMIT_AS, psutil.RLIMIT_CORE))
+            assert os.getsid(child.pid) == child.pid
+
+    run_limited(ROW_CHECK, [str(large)], settings, on_progress=on_progress)
+    assert told == sorted(told)
+    assert 0 < told[0] <= told[-1] <= 1
+    assert "secret" not in str(environments)
+    assert "PATH" in environments[0]
+    assert limits[:2] == [(settings.worker_memory_bytes,) * 2, (0, 0)]
+
+
+def test_a_module_that_cannot_run_is_quoted(settings: Settings) -> None:
+    with pytest.raises(EngineError, match=r"No module named 'lohan_app\.nothing'"):
+        run_limited("lohan_app.nothing", [], settings)
+
+
+def test_every_error_of_the_engine_survives_the_way_back() -> None:
+    error = CapacityError("too little", need_bytes=5, have_bytes=3, place="here", remedy="Buy more.")
+    again = _typed_error(error.to_dict(), {"need_bytes": 5, "have_bytes": 3})
+    assert isinstance(again, CapacityError)
+    assert (again.need_bytes, again.have_bytes, again.to_dict()) == (5, 3, error.to_dict())
+    strange = _typed_error({"kind": "annotations", "message": "odd", "place": None, "remedy": None}, {})
+    assert type(strange) is EngineError
+    assert isinstance(strange, LohanError)
