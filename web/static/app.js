@@ -62,7 +62,7 @@
   const minutes = { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" };
   const thisYear = new Intl.DateTimeFormat(undefined, minutes);
   const otherYear = new Intl.DateTimeFormat(undefined, { ...minutes, year: "numeric" });
-  const seconds = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+  const seconds = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
   function localTimes(scope) {
     for (const element of scope.querySelectorAll("time[data-local], time[data-clock]")) {
       const moment = new Date(element.dateTime);

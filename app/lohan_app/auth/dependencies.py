@@ -139,6 +139,16 @@ def require_admin(identity: CurrentUser) -> Identity:
 RequireAdmin = Annotated[Identity, Depends(require_admin)]
 
 
+def require_session(identity: CurrentUser) -> Identity:
+    """Pages are for people: an API key is told to use the API, so that a key's scopes need asking about in one place only."""
+    if identity.session_id is None:
+        raise Forbidden("pages are for browsers", place="Authorization", remedy="Use the API under /api/v1 with the key.")
+    return identity
+
+
+PageUser = Annotated[Identity, Depends(require_session)]
+
+
 def require_scope(scope: Scope) -> Callable[[Identity], Coroutine[Any, Any, Identity]]:
     """A dependency that lets only identities with `scope` pass: `Annotated[Identity, Depends(require_scope(Scope.RUNS))]`."""
 

@@ -12,7 +12,7 @@ from lohan.errors import LohanError
 from lohan_app.auth import service, setup
 from lohan_app.auth.dependencies import (
     SESSION_COOKIE,
-    CurrentUser,
+    PageUser,
     clear_session_cookie,
     client_address,
     require_same_origin,
@@ -137,7 +137,7 @@ def log_in(
 
 
 @router.post("/logout")
-def log_out(identity: CurrentUser, context: Context) -> Response:
+def log_out(identity: PageUser, context: Context) -> Response:
     service.log_out(context.engine, identity)
     response = RedirectResponse("/login", 303)
     clear_session_cookie(response)
@@ -179,14 +179,14 @@ def _settings_page(request: Request, context: AppContext, identity: Identity, **
 
 
 @router.get("/settings")
-def settings_page(request: Request, identity: CurrentUser, context: Context) -> HTMLResponse:
+def settings_page(request: Request, identity: PageUser, context: Context) -> HTMLResponse:
     return _settings_page(request, context, identity)
 
 
 @router.post("/settings/api-keys")
 def create_key(
     request: Request,
-    identity: CurrentUser,
+    identity: PageUser,
     context: Context,
     name: Annotated[str, Form()] = "",
     scopes: Annotated[list[str] | None, Form()] = None,
@@ -201,7 +201,7 @@ def create_key(
 
 
 @router.post("/settings/api-keys/{key_id}/revoke")
-def revoke_key(request: Request, identity: CurrentUser, context: Context, key_id: str) -> Response:
+def revoke_key(request: Request, identity: PageUser, context: Context, key_id: str) -> Response:
     try:
         service.revoke_key(context.engine, identity, key_id)
     except LohanError as error:
@@ -210,7 +210,7 @@ def revoke_key(request: Request, identity: CurrentUser, context: Context, key_id
 
 
 @router.post("/settings/sessions/{session_id}/revoke")
-def revoke_session(request: Request, identity: CurrentUser, context: Context, session_id: str) -> Response:
+def revoke_session(request: Request, identity: PageUser, context: Context, session_id: str) -> Response:
     try:
         service.revoke_session(context.engine, identity, session_id)
     except LohanError as error:

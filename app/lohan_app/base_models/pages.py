@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Form, Request
+from fastapi import APIRouter, Depends, Form, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from lohan.errors import LohanError
-from lohan_app.auth.dependencies import CurrentUser, RequireAdmin
+from lohan_app.auth.dependencies import PageUser, RequireAdmin, require_session
 from lohan_app.auth.schemas import Identity
 from lohan_app.base_models import service
 from lohan_app.base_models.schemas import BaseModelRequest
@@ -18,7 +18,7 @@ from lohan_app.errors import problem_of_error
 from lohan_app.forms import read_form
 from lohan_app.templating import render
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(require_session)])
 
 
 def _list_fields(context: AppContext, identity: Identity) -> dict[str, Any]:
@@ -42,12 +42,12 @@ def _models_page(request: Request, context: AppContext, identity: Identity, prob
 
 
 @router.get("/models")
-def models_page(request: Request, identity: CurrentUser, context: Context) -> HTMLResponse:
+def models_page(request: Request, identity: PageUser, context: Context) -> HTMLResponse:
     return _models_page(request, context, identity)
 
 
 @router.get("/models/partials/list")
-def models_list(request: Request, identity: CurrentUser, context: Context) -> HTMLResponse:
+def models_list(request: Request, identity: PageUser, context: Context) -> HTMLResponse:
     return render(request, "base_models/_list.html", _list_fields(context, identity), viewer=identity)
 
 

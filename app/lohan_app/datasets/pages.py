@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from lohan.errors import LohanError
-from lohan_app.auth.dependencies import CurrentUser
+from lohan_app.auth.dependencies import PageUser, require_session
 from lohan_app.auth.schemas import Identity
 from lohan_app.context import AppContext, Context
 from lohan_app.datasets import service
@@ -17,7 +17,7 @@ from lohan_app.errors import problem_of_error
 from lohan_app.paging import After
 from lohan_app.templating import render
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(require_session)])
 
 FORMAT_NAMES = {
     DatasetFormat.MESSAGES: "OpenAI messages",
@@ -44,13 +44,13 @@ def _list_fields(context: AppContext, identity: Identity, after: str | None) -> 
 
 
 @router.get("/datasets")
-def datasets_page(request: Request, identity: CurrentUser, context: Context, after: After = None) -> HTMLResponse:
+def datasets_page(request: Request, identity: PageUser, context: Context, after: After = None) -> HTMLResponse:
     fields = _list_fields(context, identity, after) | {"upload_limit_bytes": context.settings.upload_limit_bytes}
     return render(request, "datasets/index.html", fields, viewer=identity)
 
 
 @router.get("/datasets/partials/list")
-def datasets_list(request: Request, identity: CurrentUser, context: Context, after: After = None) -> HTMLResponse:
+def datasets_list(request: Request, identity: PageUser, context: Context, after: After = None) -> HTMLResponse:
     return render(request, "datasets/_list.html", _list_fields(context, identity, after), viewer=identity)
 
 
@@ -89,18 +89,18 @@ ErrorsLimit = Annotated[int, Query(alias="errors", ge=1, le=ERRORS_KEPT)]
 
 @router.get("/datasets/{dataset_id}")
 def dataset_page(
-    request: Request, identity: CurrentUser, context: Context, dataset_id: str, errors_limit: ErrorsLimit = ERRORS_SHOWN
+    request: Request, identity: PageUser, context: Context, dataset_id: str, errors_limit: ErrorsLimit = ERRORS_SHOWN
 ) -> HTMLResponse:
     return render(request, "datasets/detail.html", _detail_fields(context, identity, dataset_id, errors_limit), viewer=identity)
 
 
 @router.get("/datasets/{dataset_id}/partials/detail")
-def dataset_detail(request: Request, identity: CurrentUser, context: Context, dataset_id: str) -> HTMLResponse:
+def dataset_detail(request: Request, identity: PageUser, context: Context, dataset_id: str) -> HTMLResponse:
     return render(request, "datasets/_detail.html", _detail_fields(context, identity, dataset_id, ERRORS_SHOWN), viewer=identity)
 
 
 @router.post("/datasets/{dataset_id}/delete")
-def delete_dataset(request: Request, identity: CurrentUser, context: Context, dataset_id: str) -> Response:
+def delete_dataset(request: Request, identity: PageUser, context: Context, dataset_id: str) -> Response:
     try:
         service.delete_dataset(context, identity, dataset_id)
     except LohanError as error:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from lohan.errors import CapacityError, LohanError
-from lohan_app.auth.dependencies import CurrentUser, RunWriter
+from lohan_app.auth.dependencies import PageUser, require_session
 from lohan_app.auth.schemas import Identity, Scope
 from lohan_app.base_models import service as base_models
 from lohan_app.context import AppContext, Context
@@ -25,7 +25,7 @@ from lohan_app.runs import presentation, run_form, service
 from lohan_app.runs.states import ACTIVE_STATES
 from lohan_app.templating import render
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(require_session)])
 
 RUNS_SHOWN = 25
 EVENTS_SHOWN = 200
@@ -58,13 +58,13 @@ def _list_fields(context: AppContext, identity: Identity, show: str, after: str 
 
 
 @router.get("/runs")
-def runs_page(request: Request, identity: CurrentUser, context: Context, show: Show = "all", after: After = None) -> HTMLResponse:
+def runs_page(request: Request, identity: PageUser, context: Context, show: Show = "all", after: After = None) -> HTMLResponse:
     fields = _list_fields(context, identity, show, after) | {"filters": [(name, label) for name, (label, _) in FILTERS.items()]}
     return render(request, "runs/index.html", fields, viewer=identity)
 
 
 @router.get("/runs/partials/list")
-def runs_list(request: Request, identity: CurrentUser, context: Context, show: Show = "all", after: After = None) -> HTMLResponse:
+def runs_list(request: Request, identity: PageUser, context: Context, show: Show = "all", after: After = None) -> HTMLResponse:
     return render(request, "runs/_list.html", _list_fields(context, identity, show, after), viewer=identity)
 
 
@@ -131,7 +131,7 @@ def _plan_fields(context: AppContext, identity: Identity, form: Mapping[str, str
 
 
 @router.get("/runs/new")
-def new_run_page(request: Request, identity: CurrentUser, context: Context, base_model_id: str = "", dataset_id: str = "") -> HTMLResponse:
+def new_run_page(request: Request, identity: PageUser, context: Context, base_model_id: str = "", dataset_id: str = "") -> HTMLResponse:
     values = run_form.default_values() | {"base_model_id": base_model_id, "dataset_id": dataset_id}
     fields = _form_fields(context, identity, values) | {"idempotency_key": uuid.uuid4().hex}
     if values["base_model_id"]:
@@ -142,7 +142,7 @@ def new_run_page(request: Request, identity: CurrentUser, context: Context, base
 
 
 @router.post("/runs/partials/plan")
-def plan_preview(request: Request, identity: RunWriter, context: Context, form: Form) -> HTMLResponse:
+def plan_preview(request: Request, identity: PageUser, context: Context, form: Form) -> HTMLResponse:
     fields = _form_fields(context, identity, run_form.kept_values(form)) | {"swap_out_of_band": True}
     return render(request, "runs/_preview.html", fields | _plan_fields(context, identity, form), viewer=identity)
 
@@ -153,7 +153,7 @@ def _fallback_name(context: AppContext, identity: Identity, form: Mapping[str, s
 
 
 @router.post("/runs")
-def submit_run(request: Request, identity: RunWriter, context: Context, form: Form) -> Response:
+def submit_run(request: Request, identity: PageUser, context: Context, form: Form) -> Response:
     """Queue the run; the form's hidden key makes a second click or a reload answer with the same run."""
     try:
         wanted = run_form.read_run_request(form, fallback_name=_fallback_name(context, identity, form))
@@ -178,7 +178,7 @@ def _events(context: AppContext, identity: Identity, run_id: str) -> list[dict[s
 
 
 @router.get("/runs/{run_id}")
-def run_page(request: Request, identity: CurrentUser, context: Context, run_id: str) -> HTMLResponse:
+def run_page(request: Request, identity: PageUser, context: Context, run_id: str) -> HTMLResponse:
     return _run_page(request, context, identity, run_id)
 
 
@@ -194,18 +194,18 @@ def _run_page(request: Request, context: AppContext, identity: Identity, run_id:
 
 
 @router.get("/runs/{run_id}/partials/summary")
-def run_summary(request: Request, identity: CurrentUser, context: Context, run_id: str) -> HTMLResponse:
+def run_summary(request: Request, identity: PageUser, context: Context, run_id: str) -> HTMLResponse:
     return render(request, "runs/_summary.html", _summary(context, identity, run_id), viewer=identity)
 
 
 @router.get("/runs/{run_id}/partials/events")
-def run_events(request: Request, identity: CurrentUser, context: Context, run_id: str) -> HTMLResponse:
+def run_events(request: Request, identity: PageUser, context: Context, run_id: str) -> HTMLResponse:
     fields = _summary(context, identity, run_id) | {"events": _events(context, identity, run_id)}
     return render(request, "runs/_events.html", fields, viewer=identity)
 
 
 @router.post("/runs/{run_id}/cancel")
-def cancel_run(request: Request, identity: RunWriter, context: Context, run_id: str) -> Response:
+def cancel_run(request: Request, identity: PageUser, context: Context, run_id: str) -> Response:
     try:
         service.cancel(context, identity, run_id)
     except LohanError as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse
 
 from lohan.errors import LohanError
-from lohan_app.auth.dependencies import CurrentUser
+from lohan_app.auth.dependencies import PageUser, require_session
 from lohan_app.auth.schemas import Identity
 from lohan_app.base_models import service as base_models
 from lohan_app.context import AppContext, Context
@@ -22,7 +22,7 @@ from lohan_app.runs.states import ACTIVE_STATES
 from lohan_app.system import service
 from lohan_app.templating import render
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(require_session)])
 
 FINISHED_SHOWN = 5
 QUEUED_SHOWN = 20
@@ -102,16 +102,16 @@ def _fields(context: AppContext, identity: Identity) -> dict[str, Any]:
 
 
 @router.get("/")
-def dashboard(request: Request, identity: CurrentUser, context: Context) -> HTMLResponse:
+def dashboard(request: Request, identity: PageUser, context: Context) -> HTMLResponse:
     return render(request, "system/dashboard.html", _fields(context, identity), viewer=identity)
 
 
 @router.get("/partials/dashboard")
-def dashboard_part(request: Request, identity: CurrentUser, context: Context) -> HTMLResponse:
+def dashboard_part(request: Request, identity: PageUser, context: Context) -> HTMLResponse:
     return render(request, "system/_dashboard.html", _fields(context, identity), viewer=identity)
 
 
 @router.get("/docs")
-def api_reference(request: Request, identity: CurrentUser) -> HTMLResponse:
+def api_reference(request: Request, identity: PageUser) -> HTMLResponse:
     """Swagger UI from our own files, started by a script file because the content policy forbids inline ones."""
     return render(request, "system/openapi.html", {}, viewer=identity)
