@@ -45,13 +45,6 @@ _OUT_OF_MEMORY = (
     "failed to map segment",  # the loader of shared libraries
     "MemoryError",
 )
-    "memory allocation of",
-    "bad_alloc",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "MemoryError",
-    "failed to map segment",
-)
 
 
 class AddressSpace(StrEnum):

@@ -1,0 +1,98 @@
+"""How ends are judged: every exit code, every signal, with and without a last event."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from lohan_app.runs.states import Trigger
+from lohan_app.worker.trainer import TrainerEnd
+from lohan_app.worker.verdict import MAX_LOST_ATTEMPTS, Verdict, judge
+
+
+def verdict(
+    exit_fields: dict[str, Any] | None = None, status: int | None = 0, *, lost: int = 1, out_of_memory: bool = False, log: str = ""
+) -> Verdict:
+    return judge(exit_fields, TrainerEnd(status, out_of_memory), lost_attempts=lost, log_tail=log, log_path="/runs/x/trainer.log")
+
+
+@pytest.mark.parametrize("status", [0, None, -signal.SIGSEGV, 1])
+def test_success_is_said_by_the_event_and_a_fall_after_it_takes_nothing_back(status: int | None) -> None:
+    assert verdict({"reason": "succeeded"}, status) == Verdict(Trigger.SUCCEED)
+
+
+@pytest.mark.parametrize(("fields", "status"), [({"reason": "cancelled"}, 4), (None, 4)])
+def test_cancelled(fields: dict[str, Any] | None, status: int) -> None:
+    assert verdict(fields, status).trigger is Trigger.END_EARLY
+    assert verdict(fields, status).problem is None
+
+
+@pytest.mark.parametrize(("fields", "status"), [({"reason": "interrupted"}, 5), (None, 5), ({"reason": "interrupted"}, None)])
+def test_interrupted_is_never_a_failure(fields: dict[str, Any] | None, status: int | None) -> None:
+    found = verdict(fields, status, lost=99)
+    assert found.trigger is Trigger.END_EARLY
+    assert "stopped" in found.reason
+    assert "base model" in found.reason
+
+
+def test_a_failure_carries_the_trainers_own_error() -> None:
+    error = {"kind": "DataError", "message": "row 3 is empty", "place": "rows:3", "remedy": "Fill it."}
+    assert verdict({"reason": "failed", "error": error}, 1) == Verdict(Trigger.FAIL, "row 3 is empty", error)
+
+
+@pytest.mark.parametrize("error", [None, "text", []])
+def test_a_failure_without_an_error_still_says_something(error: Any) -> None:
+    found = verdict({"reason": "failed", "error": error}, 1)
+    assert found.trigger is Trigger.FAIL
+    assert found.problem is not None
+    assert found.problem["place"] == "/runs/x/trainer.log"
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 77])
+def test_an_end_by_itself_without_a_last_event_would_end_the_same_way_again(status: int) -> None:
+    found = verdict(None, status, log="first\nModuleNotFoundError: no torch\n\n")
+    assert found.trigger is Trigger.FAIL
+    assert f"exit code {status}" in found.reason
+    assert found.reason.endswith("ModuleNotFoundError: no torch")
+    assert "nothing" in verdict(None, status).reason
+
+
+@pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGHUP])
+def test_a_signal_is_named_and_the_run_gets_three_attempts(status: int) -> None:
+    name = signal.Signals(-status).name
+    for lost in range(1, MAX_LOST_ATTEMPTS):
+        found = verdict(None, status, lost=lost)
+        assert found.trigger is Trigger.END_EARLY
+        assert name in found.reason
+        assert f"attempt {lost} of {MAX_LOST_ATTEMPTS}" in found.reason
+    last = verdict(None, status, lost=MAX_LOST_ATTEMPTS)
+    assert last.trigger is Trigger.FAIL
+    assert last.problem is not None
+    assert name in last.problem["message"]
+    assert last.problem["remedy"]
+
+
+@pytest.mark.parametrize("status", [-signal.SIGKILL, None])
+def test_the_kernels_choice_is_host_memory(status: int | None) -> None:
+    found = verdict(None, status, lost=MAX_LOST_ATTEMPTS, out_of_memory=True)
+    assert found.problem is not None
+    assert "host ran out of memory" in found.problem["message"]
+    assert "engine.host_memory_bytes" in found.problem["remedy"]
+
+
+def test_a_crash_beside_somebody_elses_memory_trouble_is_a_crash() -> None:
+    assert "SIGSEGV" in verdict(None, -signal.SIGSEGV, out_of_memory=True).reason
+
+
+def test_an_adopted_trainer_may_end_without_a_word_or_a_status() -> None:
+    found = verdict(None, None)
+    assert found.trigger is Trigger.END_EARLY
+    assert "without a word" in found.reason
+
+
+def test_a_locked_folder_is_waited_for() -> None:
+    found = verdict(None, 3)
+    assert found.trigger is Trigger.END_EARLY
+    assert "Another process" in found.reason
