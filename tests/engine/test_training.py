@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import warnings
 from pathlib import Path
@@ -16,9 +17,9 @@ from lohan.data.prepare import prepare_tokens
 from lohan.data.tokenize import Tokenizer
 from lohan.events import EventReader, EventType, ExitReason, Phase
 from lohan.planning.plan import Plan
-from lohan.training.attempt import make_optimizer
 from lohan.training.loop import train
 from lohan.training.metrics import learning_rate_factor
+from lohan.training.setup import make_optimizer, remove_states
 from tests.fixtures.gguf_model import make_tiny_gguf
 from tests.fixtures.rows import alpaca_rows, messages_rows, write_jsonl
 from tests.fixtures.tiny_model import make_tiny_model
@@ -350,6 +351,27 @@ def test_listener_hears_every_event(tmp_path):
     config = make_config(tmp_path, max_steps=1)
     train(config, attempt=1, listener=lambda kind, _fields: heard.append(str(kind)))
     assert heard == [event["type"] for event in events_of(config)]
+
+
+def test_run_outlives_its_terminal(tmp_path):
+    def gone(kind: EventType, fields: dict[str, Any]) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    config = make_config(tmp_path, max_steps=1)
+    assert train(config, attempt=1, listener=gone) is ExitReason.SUCCEEDED
+    assert events_of(config)[-1]["reason"] == "succeeded"
+
+
+def test_states_of_a_killed_attempt_are_removed_and_those_of_another_run_are_not(tmp_path):
+    for name in ("killed", "other"):
+        (tmp_path / name / "lohan-states").mkdir(parents=True)
+        (tmp_path / name / "lohan-states" / "master.bin").write_bytes(b"x")
+    with (tmp_path / "other" / "lohan-states" / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_states([tmp_path / "killed", tmp_path / "other", tmp_path / "absent"])
+    assert [path.name for path in tmp_path.rglob("*.bin")] == ["master.bin"]
+    assert (tmp_path / "other" / "lohan-states" / "master.bin").exists()
+    assert not (tmp_path / "absent").exists()
 
 
 def test_weight_decay_leaves_vectors_out(tmp_path):

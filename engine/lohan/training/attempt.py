@@ -42,6 +42,7 @@ class Attempt:
         rows = prepare_rows(self._config, model_config, self._reporter, self._stop)
         sampler = BatchSampler(len(rows), self._config.training.batch_size, self._config.training.seed)
         total_steps = self._config.training.max_steps or sampler.steps(self._config.training.epochs)
+        remove_states(self._state_directories)  # of a killed attempt: their space is ours
         plan = self._plan(model_config)
         self._say_started(plan, total_steps)
         torch.manual_seed(self._config.training.seed)

@@ -28,7 +28,10 @@ class Reporter:
     def say(self, type: EventType, **fields: Any) -> None:
         self._writer.write(type, **fields)
         if self._listener is not None:
-            self._listener(type, fields)
+            try:
+                self._listener(type, fields)
+            except OSError:
+                self._listener = None  # the terminal, or the program behind the pipe, has gone; the run has not
 
     def begin(self, phase: Phase, detail: str) -> None:
         """Enter `phase`, with nothing known about its length."""
