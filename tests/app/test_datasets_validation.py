@@ -69,10 +69,12 @@ def test_row_errors_come_in_pages(owner: Person, settings: Settings, engine: Eng
     assert lines == list(range(2, 1002))  # the first 1,000 are kept
 
 
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [(b"[1, 2]", "array"), (b"\x1f\x8b\x08\x00aaaa", "compressed"), ("é".encode("utf-16"), "UTF-16"), (b"\n\n", "no rows"), (b"{\n{", "none of the 2")],
-)  # fmt: skip
+NO_DATASETS = {
+    "array": b"[1, 2]", "compressed": b"\x1f\x8b\x08\x00aaaa", "UTF-16": "é".encode("utf-16"), "no rows": b"\n\n", "none of the 2": b"{\n{",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "content"), NO_DATASETS.items())
 def test_a_file_that_is_no_dataset_is_invalid_with_the_reason(owner: Person, settings: Settings, engine: Engine, content: bytes, word: str):
     dataset = checked(owner, settings, engine, content)
     assert dataset["state"] == "invalid"

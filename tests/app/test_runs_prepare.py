@@ -79,7 +79,8 @@ def test_a_chat_template_that_never_ends_fails_the_run_with_the_reason(owner: Pe
     prepare_run(settings.model_copy(update={"worker_cpu_seconds": 3}), engine, run_id)
     run = stored(engine, run_id)
     assert run.state is RunState.FAILED
-    assert run.problem is not None and "CPU time" in run.problem["message"]
+    # On a busy machine the clock's limit, twice the processor's, is reached first.
+    assert run.problem is not None and run.problem["kind"] == "LimitError"
 
 
 WAITING_FOR_NOTHING = [{"state": RunState.CANCELLED}, {"wanted": Wanted.CANCEL}, {"state": RunState.RUNNING}]
