@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 from fixtures.processes import commands_of, no_process_left
+from fixtures.relay import Relay
 from fixtures.runs import make_run, read_events, read_metrics, read_run, want
 from fixtures.scripted_supervisor import SUPERVISOR_COMMAND, TRAINER_COMMAND
 from fixtures.service import BOTH_DATABASES
 from fixtures.waiting import wait_until
+from pydantic import SecretStr
 from sqlalchemy import Engine
+from sqlalchemy.engine import make_url
 
 from lohan.config import load_run_config
 from lohan_app.db import write_transaction
@@ -324,3 +327,30 @@ def test_a_run_taken_over_is_not_written_to(settings: Settings, engine: Engine) 
     assert run.state is RunState.RUNNING
     assert len(commands_of(settings.data_dir, "scripted_trainer")) == 1, "the trainer belongs to the new supervisor"
     assert "taken over" in RunFiles(settings.run_folder(run_id)).supervisor_log.read_text()
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("database", ["postgres"], indirect=True)
+def test_the_run_goes_on_while_the_database_is_away(settings: Settings, engine: Engine) -> None:
+    """A relay stands between the supervisor and PostgreSQL, and is cut; the trainer does not notice, and nothing is lost."""
+    assert settings.database_url is not None
+    server = make_url(settings.database_url.get_secret_value())
+    with Relay(str(server.host), server.port or 5432) as relay:
+        url = server.set(host="127.0.0.1", port=relay.port).render_as_string(hide_password=False)
+        cut_off = settings.model_copy(update={"database_url": SecretStr(url)})
+        run_id = make_run(settings, engine, state=RunState.STARTING, steps=10, script={"hold_at_step": 5})
+        process = start(cut_off, run_id)
+        wait_for_step(engine, run_id, 5)
+        relay.cut()
+        (settings.run_folder(run_id) / "go").touch()
+        files = RunFiles(settings.run_folder(run_id))
+        wait_until(lambda: "step 10/10" in files.trainer_log.read_text(), what="the trainer's last step")
+        wait_until(lambda: "does not answer" in files.supervisor_log.read_text(), what="the supervisor's notice")
+        assert process.poll() is None
+        run = read_run(engine, run_id)
+        assert (run.state, run.step) == (RunState.RUNNING, 5)
+        relay.mend()
+        assert process.wait(60) == 0
+    run = read_run(engine, run_id)
+    assert (run.state, run.step, run.attempt) == (RunState.SUCCEEDED, 10, 1)
+    assert [metric.step for metric in read_metrics(engine, run_id)] == list(range(1, 11))

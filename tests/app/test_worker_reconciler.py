@@ -229,6 +229,20 @@ def test_a_lost_supervisor_is_sent_for_once_and_then_started_directly(
         assert mark.read_text().split() == [run_id]
 
 
+def test_a_supervisor_that_never_stays_up_is_said_on_the_run(
+    settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues
+) -> None:
+    run_id = make_run(settings, engine, state=RunState.STARTING)
+    reconciler = make(supervisor_command=("/bin/false",))
+    for _ in range(4):
+        assert read_run(engine, run_id).state_reason == ""
+        reconciler.tick()
+        reconciler._launches[run_id].next_at = 0.0
+    run = read_run(engine, run_id)
+    assert run.state is RunState.STARTING
+    assert str(RunFiles(settings.run_folder(run_id)).supervisor_log) in run.state_reason
+
+
 def test_without_a_broker_runs_start_all_the_same(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

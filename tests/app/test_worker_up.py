@@ -17,11 +17,11 @@ from fixtures.processes import no_process_left, processes_of
 from lohan.errors import ConfigError, EngineError, StorageError
 from lohan_app.redis_client import connect
 from lohan_app.settings import UNIX_SOCKET_PATH_BYTES, Settings
-from lohan_app.worker import broker
+from lohan_app.worker import broker, celery
 from lohan_app.worker.broker import BrokerMissingError, broker_command, find_broker_binary
 from lohan_app.worker.celery import configuration, send
 from lohan_app.worker.doctor import Status, examine
-from lohan_app.worker.processes import holding
+from lohan_app.worker.processes import holding, is_held
 from lohan_app.worker.up import base_url, first_line, listen, take_up_lock
 from lohan_app.worker.wake import wait_for_wake, wake
 
@@ -211,6 +211,49 @@ def test_celerys_settings_are_the_measured_ones(tmp_path: Path) -> None:
     assert found["broker_transport_options"]["visibility_timeout"] > found["task_time_limit"] > 2 * settings.worker_cpu_seconds
     timeouts = {found["visibility_timeout"], found["result_backend_transport_options"]["visibility_timeout"]}
     assert timeouts == {found["broker_transport_options"]["visibility_timeout"]}
+
+
+def test_a_task_that_comes_twice_runs_once_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOHAN_DATA_DIR", str(tmp_path / "data"))
+    celery.worker_settings.cache_clear()
+    ran: list[str] = []
+
+    @celery.task("tests.note")
+    def note(row_id: str) -> None:
+        assert is_held(celery.task_lock(celery.worker_settings(), "tests.note", row_id))
+        ran.append(row_id)
+
+    try:
+        with holding(celery.task_lock(celery.worker_settings(), "tests.note", "row_1")):
+            note("row_1")
+            note("row_2")
+        assert ran == ["row_2"]
+        note("row_1")
+        assert ran == ["row_2", "row_1"]
+        assert list((tmp_path / "data" / "cache" / "tasks").iterdir()) == []
+    finally:
+        celery.worker_settings.cache_clear()
+        celery.celery_app.tasks.unregister("tests.note")
+
+
+# ---------------------------------------------------------------- command line
+def test_without_the_services_packages_the_missing_one_is_named_and_training_works(tmp_path: Path) -> None:
+    """As after `pip install lohan` without the extra: the packages cannot be imported."""
+    hide = "import sys; sys.modules.update({name: None for name in ('sqlalchemy', 'fastapi', 'celery', 'pydantic_settings', 'uvicorn')}); "
+    code = hide + "sys.argv[0] = 'lohan'; from lohan_app.cli import main; main()"
+
+    def lohan(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    for command in (["up"], ["worker"], ["doctor"], ["migrate"], ["api-key", "create", "x"]):
+        done = lohan(*command)
+        assert done.returncode == 2, done.stderr
+        assert "pip install 'lohan[app]'" in done.stderr
+        assert "Traceback" not in done.stderr
+    trained = lohan("train", "missing.toml")
+    assert trained.returncode == 2
+    assert "missing.toml" in trained.stderr
+    assert "lohan[app]" not in trained.stderr
 
 
 # ---------------------------------------------------------------- doctor

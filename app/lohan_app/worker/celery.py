@@ -111,7 +111,7 @@ class IdempotentTask(Task):  # type: ignore[misc]  # Celery publishes no types
             logger.info("%s%r is running already", self.name, arguments)
             return None
         try:
-            return super().__call__(*arguments, **keywords)
+            return self.run(*arguments, **keywords)
         finally:
             lock.remove()
 

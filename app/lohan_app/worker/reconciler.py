@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 LAUNCH_PATIENCE_SECONDS = 10.0
 """From the launch message to the supervisor's lock: a worker's turn and two seconds of imports, on a busy machine."""
+HOPEFUL_LAUNCHES = 3
+"""After so many starts without a supervisor that stays, the run says so."""
 RESEND_AFTER_SECONDS = 30.0
 """A task's message is taken for lost when its row is this old, not done, and nobody works on it."""
 LONGEST_PATIENCE_SECONDS = 300.0
@@ -160,6 +162,7 @@ class Reconciler:
             elif self._launches.setdefault(run_id, _Patience(LAUNCH_PATIENCE_SECONDS)).is_due():
                 logger.info("%s: has no supervisor", run_id)
                 self._launch(run_id)
+                self._explain_if_hopeless(run_id)
         for run_id in self._launches.keys() - set(active):
             del self._launches[run_id]
 
@@ -170,6 +173,15 @@ class Reconciler:
         if patience.tries == 1 and send("runs.launch", run_id, settings=self._settings):
             return
         start_supervisor(self._settings, run_id, self._supervisor_command)
+
+    def _explain_if_hopeless(self, run_id: str) -> None:
+        if self._launches[run_id].tries <= HOPEFUL_LAUNCHES:
+            return
+        log = RunFiles(self._settings.run_folder(run_id)).supervisor_log
+        logger.warning("%s: no supervisor stays up after %d starts; see %s", run_id, self._launches[run_id].tries, log)
+        with write_transaction(self._engine) as session:
+            for state in ACTIVE_STATES:
+                repository.explain(session, run_id, state=state, reason=f"Its supervisor does not stay up: see {log}. It is tried again.")
 
     # ------------------------------------------------------------ tasks
     def _send_again(self) -> None:
