@@ -25,18 +25,9 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 def make_llama(*, tied: bool = False, seed: int = 0, attention: str = "sdpa", **options: Any) -> nn.Module:
     """A Llama of 3 blocks and about 140,000 parameters, in fp32, with everything else as transformers sets it."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-        attn_implementation=attention,
-        **options,
-    )
-    return LlamaForCausalLM(config).train()
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "attn_implementation": attention}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **settings, **options})).train()
 
 
 def make_batches(steps: int, *, batch: int = 4, length: int = 16, padded: bool = False, seed: int = 1) -> list[Batch]:
@@ -78,7 +69,12 @@ class Outcome:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().float().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def on_device_of(model: nn.Module, batch: Batch) -> Batch:
+    device = next(model.parameters()).device
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def train_plain(
@@ -99,7 +95,7 @@ def train_plain(
     for step, batch in enumerate(batches):
         if on_step:
             on_step(step, model)
-        loss = model(**batch).loss
+        loss = model(**on_device_of(model, batch)).loss
         loss.backward()
         norms.append(sum(p.grad.double().pow(2).sum().item() for p in model.parameters() if p.grad is not None))
         optimizer.step()
@@ -119,7 +115,7 @@ def train_plain_bf16(model: nn.Module, batches: Sequence[Batch], *, lr: float = 
     torch.manual_seed(seed)
     losses, norms = [], []
     for batch in batches:
-        loss = model(**batch).loss
+        loss = model(**on_device_of(model, batch)).loss
         loss.backward()
         for master, parameter in zip(masters, model.parameters(), strict=True):
             master.grad = parameter.grad.float()
@@ -131,7 +127,7 @@ def train_plain_bf16(model: nn.Module, batches: Sequence[Batch], *, lr: float = 
                 parameter.copy_(master)
         losses.append(loss.item())
     names = [name for name, _ in model.named_parameters()]
-    return Outcome(losses, before, dict(zip(names, (master.detach() for master in masters), strict=True)), norms)
+    return Outcome(losses, before, dict(zip(names, (master.detach().cpu() for master in masters), strict=True)), norms)
 
 
 def train_streamed(
@@ -155,7 +151,7 @@ def train_streamed(
         for step, batch in enumerate(batches):
             if on_step:
                 on_step(step, model)
-            loss = model(**batch).loss
+            loss = model(**on_device_of(model, batch)).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -23,7 +23,8 @@ def resolve_device(name: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name.startswith("GPU-"):
         for index in range(count):
-            if f"GPU-{torch.cuda.get_device_properties(index).uuid}" == name:
+            # torch gives the UUID without the prefix that NVML and nvidia-smi put before it.
+            if str(torch.cuda.get_device_properties(index).uuid) == name.removeprefix("GPU-"):
                 return torch.device("cuda", index)
     elif name.startswith("cuda"):
         index = int(name.partition(":")[2] or 0)
