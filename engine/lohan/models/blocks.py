@@ -182,7 +182,9 @@ def trace_workload(config: Any) -> Workload:
 
     model = empty_model(config)
     units = find_units(model)
-    block = next(unit for unit in units if unit.kind is UnitKind.BLOCK)
+    name, module = next(unit for unit in units if unit.kind is UnitKind.BLOCK).modules[0]
+    parent = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])  # of the list of blocks
+    rotary = getattr(parent, "rotary_emb", None)
     text = config.get_text_config()
     return Workload(
         architecture=str(config.model_type),
@@ -194,5 +196,5 @@ def trace_workload(config: Any) -> Workload:
         vocabulary_size=text.vocab_size,
         context_length=text.max_position_embeddings,
         tied_embeddings=any(len(entry.names) > 1 for entry in units[0].parameters),
-        block_saved_elements_per_token=saved_elements_per_token(block.modules[0][1], text),
+        block_saved_elements_per_token=saved_elements_per_token(module, text.hidden_size, rotary),
     )

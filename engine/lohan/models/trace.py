@@ -14,7 +14,7 @@ TRACED_LENGTHS = (64, 128, 192)
 """Tokens. Three lengths tell the part that grows with the tokens from the part that grows with their square."""
 
 
-def saved_elements_per_token(block: nn.Module, config: Any) -> int:
+def saved_elements_per_token(block: nn.Module, hidden_size: int, rotary: nn.Module | None) -> int:
     """Working-precision elements that `block` saves for its backward, per token; tensors held in fp32 count twice.
 
     The block runs on the meta device in bf16 at three lengths. Attention there takes the plain path, which saves the score matrix;
@@ -24,10 +24,11 @@ def saved_elements_per_token(block: nn.Module, config: Any) -> int:
 
     Args:
         block: one block of the model, its parameters on any device.
-        config: the (text) configuration of the model.
+        hidden_size: width of the input of the block.
+        rotary: the model's module for rotary positions, with real buffers; None if it has none.
     """
     try:
-        sizes = [_saved_elements(block, config, length) for length in TRACED_LENGTHS]
+        sizes = [_saved_elements(block, hidden_size, rotary, length) for length in TRACED_LENGTHS]
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError):
         return _linear_elements(block)
     first, second, third = sizes
@@ -37,13 +38,13 @@ def saved_elements_per_token(block: nn.Module, config: Any) -> int:
     return max(1, round(linear))
 
 
-def _saved_elements(block: nn.Module, config: Any, length: int) -> float:
+def _saved_elements(block: nn.Module, hidden_size: int, rotary: nn.Module | None, length: int) -> float:
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
 
     parameters = {name: meta(*tensor.shape) for name, tensor in block.named_parameters()}
     buffers = {name: torch.empty(tensor.shape, device="meta", dtype=tensor.dtype) for name, tensor in block.named_buffers()}
-    hidden = meta(1, length, config.hidden_size)
+    hidden = meta(1, length, hidden_size)
     weights = {tensor.untyped_storage()._cdata for tensor in (*parameters.values(), hidden)}
     saved: dict[int, int] = {}
     kept: list[torch.Tensor] = []
@@ -56,18 +57,16 @@ def _saved_elements(block: nn.Module, config: Any, length: int) -> float:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        torch.func.functional_call(block, {**parameters, **buffers}, (hidden,), _arguments(block, config, length))
+        torch.func.functional_call(block, {**parameters, **buffers}, (hidden,), _arguments(block, rotary, length))
     return sum(saved.values()) / torch.bfloat16.itemsize
 
 
-def _arguments(block: nn.Module, config: Any, length: int) -> dict[str, Any]:
-    names = inspect.signature(block.forward).parameters
-    if "position_embeddings" not in names:
+def _arguments(block: nn.Module, rotary: nn.Module | None, length: int) -> dict[str, Any]:
+    if rotary is None or "position_embeddings" not in inspect.signature(block.forward).parameters:
         return {}
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = int(width * (getattr(config, "partial_rotary_factor", None) or 1.0))
-    rotation = torch.empty(1, length, width, device="meta", dtype=torch.bfloat16)
-    return {"position_embeddings": (rotation, rotation)}
+    # Of its first argument a rotary module reads dtype and device only.
+    cosines, sines = rotary(torch.empty(1, 1, 1, dtype=torch.bfloat16), torch.arange(length)[None])
+    return {"position_embeddings": (cosines.to("meta"), sines.to("meta"))}
 
 
 def _linear_elements(block: nn.Module) -> int:

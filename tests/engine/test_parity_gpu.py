@@ -1,0 +1,70 @@
+"""Parity on a GPU, in the debug mode that fills released slots with NaN and delays the copy streams at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lohan.config import Precision
+from lohan.streaming.parameters import DebugMode
+from tests.engine.reference import (
+    assert_equal_training,
+    block_slices,
+    make_batches,
+    make_llama,
+    relative_difference,
+    train_plain,
+    train_plain_bf16,
+    train_streamed,
+    twin,
+)
+
+pytestmark = pytest.mark.gpu
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("debug", DebugMode)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_parity_gpu_fp32(tied, debug, tmp_path):
+    model = make_llama(tied=tied)
+    plain = train_plain(twin(model).cuda(), make_batches(STEPS, padded=True))
+    assert_equal_training(train_streamed(model, make_batches(STEPS, padded=True), tmp_path, device="cuda", debug=debug), plain)
+
+
+def test_parity_gpu_wide_units_and_two_slots(tmp_path):
+    """Units of 13 MB: copies take long enough that a missing wait between streams would show."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
+    model = make_llama(**sizes)
+    batches = make_batches(6, batch=8, length=128, padded=True)
+    plain = train_plain(twin(model).cuda(), batches)
+    options = {"batch_size": 8, "seq_length": 128, "chunk_parameters": 1024 * 1024, "slots": 2, "debug": DebugMode.NAN_FILL}
+    assert_equal_training(train_streamed(model, batches, tmp_path, device="cuda", **options), plain)
+
+
+def test_parity_gpu_dropout(tmp_path):
+    model = make_llama(attention="eager", attention_dropout=0.2)
+    plain_model = twin(model).cuda()
+    with block_slices(plain_model, 2):
+        plain = train_plain(plain_model, make_batches(STEPS, padded=True))
+    assert_equal_training(train_streamed(model, make_batches(STEPS, padded=True), tmp_path, device="cuda"), plain)
+
+
+def test_parity_gpu_bf16(tmp_path):
+    model = make_llama(tied=True)
+    plain = train_plain_bf16(twin(model).cuda(), make_batches(STEPS, padded=True))
+    streamed = train_streamed(
+        model, make_batches(STEPS, padded=True), tmp_path, device="cuda", precision=Precision.BF16, debug=DebugMode.NAN_FILL
+    )
+    for step, (ours, theirs) in enumerate(zip(streamed.losses, plain.losses, strict=True)):
+        assert abs(ours - theirs) <= 1e-3 * abs(theirs), f"loss of step {step + 1}: {ours} != {theirs}"
+    assert relative_difference(streamed, plain) < 0.2
