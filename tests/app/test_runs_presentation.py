@@ -66,8 +66,8 @@ def test_of_many_reports_of_a_phase_one_is_told() -> None:
     told = describe_events(
         [
             event(1, "started", device="cpu", parameters=134_500_000),
-            event(2, "phase", phase="loading_model", progress=0.1, detail="4 units"),
-            event(3, "phase", phase="loading_model", progress=0.9, detail="4 units"),
+            event(2, "phase", phase="loading_model", progress=0.1, detail="Reading 4 units."),
+            event(3, "phase", phase="loading_model", progress=0.9, detail="Reading 4 units."),
             event(4, "evaluation", when="before", rows=8, loss=None),
             event(5, "warning", message="3 rows were cut.", remedy="Raise the sequence length."),
             event(6, "exit", reason="failed", error={"message": "disk full"}),
@@ -77,7 +77,7 @@ def test_of_many_reports_of_a_phase_one_is_told() -> None:
         "Failed: disk full",
         "3 rows were cut. Raise the sequence length.",
         "Mean loss over 8 rows before the first step: not a finite number",
-        "Loading the model: 4 units",
+        "Reading 4 units.",
         "Trainer started on cpu with 134.5 M parameters",
     ]
     assert [entry["tone"] for entry in told[:2]] == ["bad", "warn"]

@@ -141,9 +141,8 @@ def _describe(kind: str, fields: dict[str, Any], attempt: int) -> tuple[str, str
             again = f" (attempt {attempt})" if attempt > 1 else ""
             return "", f"Trainer started on {fields.get('device', 'its device')}{size}{again}"
         case EventType.PHASE:
-            name = PHASE_NAMES.get(fields.get("phase", ""), str(fields.get("phase", "Next phase")))
-            detail = str(fields.get("detail") or "")
-            return "", f"{name}: {detail}" if detail else name
+            # The trainer's own sentence where it has one; the phase line above names the phases.
+            return "", str(fields.get("detail") or PHASE_NAMES.get(fields.get("phase", ""), fields.get("phase", "Next phase")))
         case EventType.EVALUATION:
             when = "before the first step" if fields.get("when") == "before" else "after the last step"
             loss = fields.get("loss")
