@@ -156,35 +156,21 @@ def test_cancel_reaches_queued_and_running_runs(appliance: Appliance) -> None:
 
 
 def test_killed_lohan_up_takes_its_children_along_and_leaves_the_run(appliance: Appliance) -> None:
-    run_id = appliance.submit_held()
-    with TrainerCount(appliance, run_id) as count:
-        children = appliance.up.children(recursive=True)
-        appliance.kill_up()
-        wait_until(lambda: not any(child.is_running() for child in children), what="the children's end")
-        assert len(appliance.trainers(run_id)) == 1
-        assert appliance.supervisor(run_id).is_running()
-        appliance.start()
-        appliance.release(run_id)
-        appliance.wait_for_end(run_id)
-    appliance.check_whole_curve(run_id, attempt=1)
-    assert count.most == 1
-
-
-def test_stopped_lohan_up_ends_clean_and_leaves_the_run(appliance: Appliance) -> None:
+    """The last test on this appliance. The run needs none of what is gone: its supervisor brings it to its end."""
     run_id = appliance.submit_held()
     children = appliance.up.children(recursive=True)
-    assert appliance.stop() == 0
-    assert not any(child.is_running() for child in children)
+    appliance.kill_up()
+    wait_until(lambda: not any(child.is_running() for child in children), what="the children's end")
     assert len(appliance.trainers(run_id)) == 1
+    assert appliance.supervisor(run_id).is_running()
     appliance.release(run_id)
     appliance.wait_for_end(run_id)
     appliance.check_whole_curve(run_id, attempt=1)
-    assert "Runs that are training go on" in appliance.log.read_text()
 
 
 @pytest.mark.postgres
 @pytest.mark.redis
-def test_on_postgresql_and_redis(tmp_path_factory: pytest.TempPathFactory, postgres_url: str, redis_url: str) -> None:
+def test_on_postgresql_and_redis_and_a_clean_stop(tmp_path_factory: pytest.TempPathFactory, postgres_url: str, redis_url: str) -> None:
     folder = tmp_path_factory.mktemp("servers")
     (folder / "models").mkdir()
     settings = Settings(
@@ -200,6 +186,11 @@ def test_on_postgresql_and_redis(tmp_path_factory: pytest.TempPathFactory, postg
                 appliance.supervisor(run_id).kill()
                 appliance.worker().kill()
                 wait_until(lambda: read_run(appliance.engine, run_id).epoch == 2, what="the next supervisor")
+                children = appliance.up.children(recursive=True)
+                assert appliance.stop() == 0
+                assert not any(child.is_running() for child in children)
+                assert "Runs that are training go on" in appliance.log.read_text()
+                assert len(appliance.trainers(run_id)) == 1
                 appliance.release(run_id)
                 appliance.wait_for_end(run_id)
             appliance.check_whole_curve(run_id, attempt=1)

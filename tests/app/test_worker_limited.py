@@ -10,7 +10,7 @@ import psutil
 import pytest
 from fixtures.tiny_model import make_tiny_model
 
-from lohan.errors import CapacityError, EngineError, LohanError, ModelError
+from lohan.errors import CapacityError, DataError, EngineError, LohanError
 from lohan.units import MIB
 from lohan_app.settings import Settings
 from lohan_app.worker.limited import AddressSpace, LimitError, _typed_error, run_limited
@@ -47,11 +47,11 @@ def test_the_result_comes_back_and_nothing_is_left(settings: Settings, tmp_path:
 
 
 def test_a_typed_error_comes_back_as_its_type(settings: Settings, tmp_path: Path) -> None:
-    folder = tmp_path / "no model"
-    folder.mkdir()
-    with pytest.raises(ModelError) as caught:
-        run_limited(MODEL_CHECK, [str(folder), str(tmp_path / "out")], settings, address_space=AddressSpace.MAPS_FILES)
-    assert caught.value.message
+    path = tmp_path / "rows.jsonl"
+    path.touch()
+    with pytest.raises(DataError) as caught:
+        run_limited(ROW_CHECK, [str(path)], settings)
+    assert (caught.value.message, caught.value.place) == ("the file has no rows", "line 1")
     assert caught.value.remedy
 
 
