@@ -40,13 +40,19 @@ chromium:  ## Install Debian's Chromium for the browser tests, where that may be
 	@.ci/chromium
 
 ##@ Check
-test: setup chromium test-native  ## Run every test: native, parity, engine, service, browser (T=path runs one file)
+define run_ctest
+@cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release >/dev/null
+@cmake --build $(NATIVE_BUILD) -- --quiet
+@ctest --test-dir $(NATIVE_BUILD) --output-on-failure --no-tests=error
+endef
+
+test: setup chromium  ## Run every test: native, parity, engine, service, browser (T=path runs one file)
+	$(if $(T),,$(run_ctest))
 	@$(PYTEST) --durations=15 $(or $(T),tests)
 
-test-native: setup  ## Build and run the native core's own tests (CTest)
-	@cmake -S native -B $(NATIVE_BUILD) -G Ninja -DLOHAN_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
-	@cmake --build $(NATIVE_BUILD)
-	@ctest --test-dir $(NATIVE_BUILD) --output-on-failure --no-tests=error
+test-native: setup  ## Build and run the native core's own tests: C++ (CTest) and from Python
+	$(run_ctest)
+	@$(PYTEST) tests/native
 
 test-parity: setup  ## Compare the engine with plain PyTorch, step by step
 	@$(PYTEST) tests/engine -k parity
