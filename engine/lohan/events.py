@@ -132,5 +132,5 @@ def _parse(line: bytes) -> Event | None:
     try:
         raw = json.loads(line)
         return Event(int(raw.pop("attempt")), int(raw.pop("seq")), float(raw.pop("time")), str(raw.pop("type")), raw)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):  # the last: int() of 1e999
         return None

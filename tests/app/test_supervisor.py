@@ -110,6 +110,24 @@ def test_the_trainer_sees_no_secret(settings: Settings, engine: Engine, monkeypa
     assert "PATH" in log
 
 
+def test_lines_that_are_no_events_are_skipped_and_counted(settings: Settings, engine: Engine) -> None:
+    run_id = make_run(settings, engine, state=RunState.STARTING, steps=2)
+    garbage = [
+        b"{",
+        b"[1]",
+        b"null",
+        b"\xff\xfe",
+        b'{"attempt": 1e999, "seq": 1, "time": 1, "type": "step"}',
+        b"[" * 100_000,
+        b'{"seq": 1}',
+    ]
+    RunFiles(settings.run_folder(run_id)).events.write_bytes(b"\n".join(garbage) + b'\n{"attempt": 1, "se')
+    supervise(settings, run_id)
+    run = read_run(engine, run_id)
+    assert (run.state, run.step) == (RunState.SUCCEEDED, 2)
+    assert run.malformed_events == len(garbage) + 1, "with the line that was cut short"
+
+
 def test_a_second_supervisor_leaves_the_run_alone(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.STARTING)
     with holding(RunFiles(settings.run_folder(run_id)).supervisor_lock):

@@ -51,7 +51,7 @@ def test_a_typed_error_comes_back_as_its_type(settings: Settings, tmp_path: Path
     path.touch()
     with pytest.raises(DataError) as caught:
         run_limited(ROW_CHECK, [str(path)], settings)
-    assert (caught.value.message, caught.value.place) == ("the file has no rows", "line 1")
+    assert (caught.value.message, caught.value.place) == ("the file has no rows", "rows.jsonl")
     assert caught.value.remedy
 
 

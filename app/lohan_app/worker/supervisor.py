@@ -166,7 +166,11 @@ class Supervisor:
             trainer = Trainer.start(self._files, attempt=attempt, device=device, command=self._trainer_command)
         except (LohanError, OSError) as error:
             logger.exception("%s: cannot start the trainer", self._run_id)
-            problem = error if isinstance(error, LohanError) else StorageError(str(error.strerror), place=str(error.filename))
+            problem = (
+                error
+                if isinstance(error, LohanError)
+                else StorageError(str(error.strerror or error), place=str(error.filename or self._files.folder))
+            )
             self._fire(Trigger.FAIL, state_reason=problem.message, problem=problem.to_dict())
             return None
         logger.info("%s: started the trainer, process %d, attempt %d, on %s", self._run_id, trainer.pid, attempt, device)
