@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-dir", type=Path, default=Path("demo-data"), help="the appliance's data folder (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="first port to try (%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer updates (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8, help="dialogs per update (%(default)s)")
-    parser.add_argument("--sequence-length", type=int, default=96, help="tokens per dialog at most (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=4, help="dialogs per update (%(default)s)")
+    parser.add_argument("--sequence-length", type=int, default=64, help="tokens per dialog at most (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-4, help="peak learning rate (%(default)s)")
     parser.add_argument("--exit-when-done", action="store_true", help="stop the appliance at the end instead of leaving it running")
     return parser
