@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
         sequence_length=parsed.sequence_length, learning_rate=parsed.learning_rate, stops_at_end=parsed.exit_when_done,
     )  # fmt: skip
     console = Console()
+    # Told to end, it parts from the appliance as it does at Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     appliance: Appliance | None = None
     last_line = ""
     try:
