@@ -179,24 +179,19 @@ def init(
         ModelError: no blocks were found, or `weights` do not fit.
         CapacityError, StorageError: the state directories cannot hold the states.
     """
-    micro_batch_size = micro_batch_size or (plan.micro_batch_size if plan else batch_size)
-    slots = slots or (plan.slots if plan else 3)
-    for name, value, lowest in (
-        ("batch_size", batch_size, 1),
-        ("seq_length", seq_length, 1),
-        ("micro_batch_size", micro_batch_size, 1),
-        ("slots", slots, 2),
-        ("state_directories", len(state_directories), 1),
-    ):
-        if value < lowest:
-            raise ConfigError(f"{name} is {value}, expected at least {lowest}", place=name, remedy="Correct the value.")
+    if micro_batch_size is None:
+        micro_batch_size = plan.micro_batch_size if plan is not None else batch_size
+    if slots is None:
+        slots = plan.slots if plan is not None else 3
+    _check_ranges(batch_size=batch_size, seq_length=seq_length, micro_batch_size=micro_batch_size, state_directories=len(state_directories))
+    if slots < 2:
+        raise ConfigError(f"slots is {slots}, expected at least 2", place="slots", remedy="One unit is loaded while another is used.")
     torch_device = resolve_device(device)
     units = find_units(model)
     installation.check_model(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
-    layouts = [unit.layout for unit in runtimes]
     stages = Stages(
-        layouts,
+        [unit.layout for unit in runtimes],
         installation.access_order(model, units),
         [Path(directory) for directory in state_directories],
         device=torch_device,
@@ -207,21 +202,16 @@ def init(
         load=lambda states: installation.load(states, runtimes, weights),
     )
     installation.replace_parameters(model, runtimes, working_dtype(precision), torch_device)
-    driver = StepDriver(
-        runtimes,
-        optimizer,
-        StepCounts(layouts, group_of),
-        stages.stream,
-        stages.offload,
-        stages.worker,
-        stages.failure,
-        device=torch_device,
-    )
+    driver = StepDriver(runtimes, optimizer, StepCounts([unit.layout for unit in runtimes], group_of), stages)
     session = Session(model, runtimes, stages, driver, micro_batch_size)
-    runner = RegionRunner(
-        stages.stream, driver.collector, driver.new_region, driver.check, device=torch_device, micro_batch_size=micro_batch_size
-    )
+    runner = RegionRunner(stages.stream, driver, device=torch_device, micro_batch_size=micro_batch_size)
     installation.wrap(model, units, runtimes, runner, (batch_size, seq_length), session.count_fallback)
     installation.take_over(optimizer, driver.check)
     stages.stream.prefetch_forward()
     return session
+
+
+def _check_ranges(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}, expected at least 1", place=name, remedy="Correct the value.")

@@ -11,6 +11,7 @@ import math
 import queue
 import random
 import threading
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lohan.states.state_store import StateStore
 
 _LONGEST_DELAY_CYCLES = 2_000_000  # about 1 ms on a GPU: longer than a small unit's copy, so that a missing wait shows
+_LONGEST_DELAY_SECONDS = 1e-3
 
 
 class DebugMode(StrEnum):
@@ -242,6 +244,8 @@ class ParameterStream:
 
     def _load(self, slot: _Slot, layout: UnitLayout) -> None:
         if self._device.type == "cpu":
+            if self._debug is DebugMode.NAN_FILL:
+                time.sleep(self._delays.random() * _LONGEST_DELAY_SECONDS)
             for _, ticket in self._store.read_weights(layout, slot.weights):
                 ticket.wait()
             return

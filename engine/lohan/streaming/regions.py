@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lohan.streaming.gradients import GradientCollector, Region, RegionParameters
+from lohan.streaming.gradients import Region, RegionParameters
 from lohan.streaming.parameters import ParameterStream, Phase
 
 if TYPE_CHECKING:
     from lohan.models.blocks import UnitParameter
     from lohan.states.layout import UnitLayout
+    from lohan.streaming.steps import StepDriver
 
 
 class Recompute(Enum):
@@ -67,24 +68,10 @@ class UnitRuntime:
 
 
 class RegionRunner:
-    """Runs regions of all units.
+    """Runs regions of all units."""
 
-    Args:
-        new_region: makes a region for a unit; the session's, which knows the step.
-        check: raises what keeps the session from running.
-    """
-
-    def __init__(
-        self,
-        stream: ParameterStream,
-        collector: GradientCollector,
-        new_region: Callable[[int], Region],
-        check: Callable[[], None],
-        *,
-        device: torch.device,
-        micro_batch_size: int,
-    ) -> None:
-        self.stream, self._collector, self._new_region, self.check = stream, collector, new_region, check
+    def __init__(self, stream: ParameterStream, driver: StepDriver, *, device: torch.device, micro_batch_size: int) -> None:
+        self._stream, self._driver = stream, driver
         self.micro_batch_size = micro_batch_size
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -102,14 +89,15 @@ class RegionRunner:
             hidden: the input that gradients flow to; None where there is none. `call` receives an alias of it.
             arguments: further arguments; no gradient flows to them.
         """
-        self.check()
+        self._driver.check()
+        # As everywhere in PyTorch the grad mode decides, not `model.training`: eval() alone only switches dropout off.
         trainable = unit.trainable()
         wants_gradient = torch.is_grad_enabled() and (any(trainable) or (hidden is not None and hidden.requires_grad))
         if not wants_gradient:
             with self.held(unit) as weights, unit.in_place_of_parameters(unit.views(weights)):
                 return call(hidden, *arguments)
-        region = self._new_region(unit.index)
-        self._collector.open(region)
+        region = self._driver.new_region(unit.index)
+        self._driver.collector.open(region)
 
         def body(hidden: torch.Tensor | None, *arguments: Any) -> Any:
             return self._body(region, unit, trainable, call, hidden, *arguments)
@@ -118,14 +106,18 @@ class RegionRunner:
             return body(hidden, *arguments)
         return checkpoint(body, hidden, *arguments, use_reentrant=False, preserve_rng_state=True, early_stop=True)
 
+    def check(self) -> None:
+        """Raise what keeps the session from running; see `StepDriver.check`."""
+        self._driver.check()
+
     @contextlib.contextmanager
     def held(self, unit: UnitRuntime) -> Iterator[torch.Tensor]:
         """Hold the unit's flat weights for a stretch of the forward."""
-        weights = self.stream.acquire(unit.index, Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+        weights = self._stream.acquire(unit.index, Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
         try:
             yield weights
         finally:
-            self.stream.release(unit.index)
+            self._stream.release(unit.index)
 
     def _body(
         self,
@@ -137,7 +129,7 @@ class RegionRunner:
         *rest: Any,
     ) -> Any:
         recomputing, region.ran = region.ran, True
-        weights = self.stream.acquire(unit.index, Phase.BACKWARD if recomputing else Phase.FORWARD)
+        weights = self._stream.acquire(unit.index, Phase.BACKWARD if recomputing else Phase.FORWARD)
         try:
             # A list, not arguments: autograd must not take the slot's views for inputs of the function.
             passed, *tensors = RegionParameters.apply(self._anchor, hidden, region, unit.views(weights), trainable)  # type: ignore[no-untyped-call]
@@ -147,4 +139,4 @@ class RegionRunner:
             if recomputing:
                 region.holds_weights = True  # until the region's backward has run
             else:
-                self.stream.release(unit.index)
+                self._stream.release(unit.index)

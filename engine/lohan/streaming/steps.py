@@ -10,38 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.errors import EngineError
-from lohan.streaming.gradients import GradientCollector, GradientOffload, Region, check_step
-from lohan.streaming.optimizer import Hyperparameters, OptimizerWorker, StepCounts, UnitUpdate, read_groups
+from lohan.streaming.gradients import GradientCollector, Region, check_step
+from lohan.streaming.optimizer import Hyperparameters, StepCounts, UnitUpdate, read_groups
 from lohan.streaming.placeholders import make_streamed_gradient
 
 if TYPE_CHECKING:
-    from lohan.streaming.parameters import ParameterStream
-    from lohan.streaming.pending import Failure
     from lohan.streaming.regions import UnitRuntime
+    from lohan.streaming.stages import Stages
 
 
 class StepDriver:
-    """Knows which step it is. Its methods run in the threads that run forward and backward, never two at once.
+    """Knows which step it is. Its methods run in the threads that run forward and backward, never two at once."""
 
-    Args:
-        collector_device: where gradients are summed.
-    """
-
-    def __init__(
-        self,
-        units: Sequence[UnitRuntime],
-        optimizer: torch.optim.Optimizer,
-        counts: StepCounts,
-        stream: ParameterStream,
-        offload: GradientOffload,
-        worker: OptimizerWorker,
-        failure: Failure,
-        *,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, units: Sequence[UnitRuntime], optimizer: torch.optim.Optimizer, counts: StepCounts, stages: Stages) -> None:
         self._units, self._optimizer, self._counts = units, optimizer, counts
-        self._stream, self._offload, self._worker, self._failure = stream, offload, worker, failure
-        self.collector = GradientCollector([unit.layout for unit in units], self._send, device=device)
+        self._stream, self._offload, self._worker, self._failure = stages.stream, stages.offload, stages.worker, stages.failure
+        self.collector = GradientCollector([unit.layout for unit in units], self._send, device=stages.device)
         self.steps = 0
         self._groups: list[Hyperparameters] = []
         self._in_backward = False
