@@ -77,14 +77,21 @@ def is_locked(folder: Path) -> bool:
 def endless(tmp_path):
     """A trainer that would train for a very long time, in its own process group, stepping already."""
     run_file = write_run(tmp_path, steps=10_000_000)
-    process = subprocess.Popen(command("train", run_file), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    with (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen(command("train", run_file), stdout=output, stderr=output, start_new_session=True)
+
+    def stepping() -> bool:
+        assert process.poll() is None, (tmp_path / "output").read_text()
+        return "step" in [kind for kind, _ in events_of(tmp_path)]
+
     try:
-        wait_until(lambda: "step" in [kind for kind, _ in events_of(tmp_path)], timeout_seconds=200, what="the first step")
+        wait_until(stepping, timeout_seconds=200, what="the first step")
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        process.communicate()
+        process.wait()
+        print((tmp_path / "output").read_text()[:2000])
 
 
 def test_terminated_trainer_finishes_its_step_and_says_interrupted(endless, tmp_path):
