@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ from fixtures.tiny_model import make_tiny_model
 from lohan.errors import CapacityError, DataError, EngineError, LohanError
 from lohan.units import MIB
 from lohan_app.settings import Settings
-from lohan_app.worker.limited import AddressSpace, LimitError, _typed_error, run_limited
+from lohan_app.worker.limited import AddressSpace, LimitError, _typed_error, run_limited, sweep_scratch
 
 ROW_CHECK = "lohan_app.datasets.row_check"
 MODEL_CHECK = "lohan_app.base_models.model_check"
@@ -121,3 +122,14 @@ def test_every_error_of_the_engine_survives_the_way_back() -> None:
     strange = _typed_error({"kind": "annotations", "message": "odd", "place": None, "remedy": None}, {})
     assert type(strange) is EngineError
     assert isinstance(strange, LohanError)
+
+
+def test_what_killed_workers_left_is_swept_and_what_may_be_in_use_is_not(settings: Settings) -> None:
+    root = settings.data_dir / "cache" / "limited"
+    for name, hours in (("old", 3.0), ("young", 0.5)):
+        (root / name).mkdir(parents=True)
+        (root / name / "result.json").touch()
+        long_ago = time.time() - 3600 * hours
+        os.utime(root / name, (long_ago, long_ago))
+    sweep_scratch(settings)
+    assert [folder.name for folder in scratch_folders(settings)] == ["young"]

@@ -80,7 +80,7 @@ def run_limited(
         EngineError: the child ended without a result; the message has its last words.
     """
     limit_seconds = timeout_seconds or WALL_SECONDS_PER_CPU_SECOND * settings.worker_cpu_seconds
-    root = settings.data_dir / "cache" / "limited"
+    root = _scratch_root(settings)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=root))
     try:
@@ -96,6 +96,19 @@ def run_limited(
         return _outcome(status, result, output, settings, limit_seconds)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def sweep_scratch(settings: Settings) -> None:
+    """Remove what killed workers have left: scratch folders that are older than any child may get."""
+    oldest = time.time() - 2 * WALL_SECONDS_PER_CPU_SECOND * settings.worker_cpu_seconds
+    for folder in _scratch_root(settings).glob("*"):
+        with suppress(FileNotFoundError):
+            if folder.stat().st_mtime < oldest:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _scratch_root(settings: Settings) -> Path:
+    return settings.data_dir / "cache" / "limited"
 
 
 def _options(settings: Settings, address_space: AddressSpace) -> list[str]:

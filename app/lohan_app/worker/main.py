@@ -14,6 +14,7 @@ from lohan_app.db import create_db_engine
 from lohan_app.settings import Settings, load_settings
 from lohan_app.worker.celery import IO_QUEUE, LAUNCH_QUEUE, SHUTDOWN_SECONDS
 from lohan_app.worker.children import Child, end_all
+from lohan_app.worker.limited import sweep_scratch
 from lohan_app.worker.processes import python_module
 from lohan_app.worker.reconciler import Reconciler
 from lohan_app.worker.wake import wait_for_wake
@@ -55,6 +56,7 @@ def run_worker(settings: Settings, *, worker_app: str = WORKER_APP, supervisor_c
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     stop = StopFlag()
     settings.make_folders()
+    sweep_scratch(settings)
     engine = create_db_engine(settings)
     reconciler = Reconciler(settings, engine, supervisor_command=supervisor_command)
     # SIGQUIT is Celery's shutdown with a time limit; with SIGTERM as it comes, it would wait for a long task without end.
