@@ -67,7 +67,7 @@ test-e2e: setup chromium  ## Run the tests in a real browser
 	@$(PYTEST) tests/e2e
 
 lint: setup  ## Check style, types, templates, native code, stubs, and what must not be in the tree
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --no-cache .
 	@$(BIN)/ruff format --check --quiet . || { echo "ruff format: run 'make fmt'"; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/djlint --quiet --lint web/templates
@@ -79,7 +79,7 @@ lint: setup  ## Check style, types, templates, native code, stubs, and what must
 	@$(PYTEST) -q tests/test_repository.py tests/test_architecture.py tests/test_docs.py
 
 fmt: setup  ## Format Python, templates and native code in place
-	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff check --no-cache --fix-only --quiet .
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/djlint --quiet --reformat web/templates || true
 	@$(BIN)/clang-format -i $(NATIVE_FILES)

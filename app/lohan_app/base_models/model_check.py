@@ -8,10 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lohan.models.tokenizer_files import write_tokenizer
-
 from lohan.models.blocks import trace_workload
 from lohan.models.load import empty_model, load_config, open_weights
+from lohan.models.tokenizer_files import write_tokenizer
 
 WORKLOAD_FILE = "workload.json"
 
