@@ -67,7 +67,8 @@ class TrainingSection(_Section):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     precision: Precision = Precision.BF16
     evaluation_rows: Annotated[int, Field(ge=0, le=4096)] = 64
-    """Training rows whose mean loss is measured before the first and after the last step; 0 measures none."""
+    """Training rows, in the order in which they are trained, whose mean loss is measured before the first and after the last step; 0
+    measures none."""
 
 
 class EngineSection(_Section):

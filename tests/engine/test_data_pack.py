@@ -91,6 +91,8 @@ def test_broken_token_files_are_refused(tmp_path):
 def test_every_row_comes_once_an_epoch_in_another_order(rows):
     sampler = BatchSampler(rows, batch_size=1, seed=3)
     epochs = [[sampler.batch(epoch * rows + step)[0] for step in range(rows)] for epoch in range(3)]
+    assert sampler.first(rows + 1) == epochs[0]
+    assert sampler.first(2) == epochs[0][:2]
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
     if rows > 16:
         assert epochs[0] != epochs[1] != epochs[2] != list(range(rows))

@@ -229,6 +229,10 @@ class BatchSampler:
         first = step * self.batch_size
         return [self._row(position // self.rows, position % self.rows) for position in range(first, first + self.batch_size)]
 
+    def first(self, count: int) -> list[int]:
+        """The `count` rows (at most all) that the first epoch begins with."""
+        return [self._row(0, position) for position in range(min(count, self.rows))]
+
     def _row(self, epoch: int, position: int) -> int:
         index = self._permute(epoch, position)
         while index >= self.rows:

@@ -50,9 +50,9 @@ class Attempt:
             session, model, optimizer = self._load_model(model_config, plan)
             with session:
                 clock = Clock(total_steps)
-                clock.afterwards_seconds = self._evaluate(model, rows, session.device, "before")
+                clock.afterwards_seconds = self._evaluate(model, rows, sampler, session.device, "before")
                 self._steps(session, model, optimizer, rows, sampler, clock, total_steps)
-                self._evaluate(model, rows, session.device, "after")
+                self._evaluate(model, rows, sampler, session.device, "after")
                 self._export(session, model_config)
         finally:
             remove_states(self._state_directories)
@@ -99,8 +99,12 @@ class Attempt:
             )
         return session, model, optimizer
 
-    def _evaluate(self, model: nn.Module, rows: TokenRows, device: torch.device, when: str) -> float:
-        """Measure the mean loss of the first rows; returns the seconds it took."""
+    def _evaluate(self, model: nn.Module, rows: TokenRows, sampler: BatchSampler, device: torch.device, when: str) -> float:
+        """Measure the mean loss of the rows that are trained first; returns the seconds it took.
+
+        The order is the sampler's, a shuffle by the run's seed: the first rows of a file often share one topic and would speak for it
+        alone.
+        """
         count = min(self._config.training.evaluation_rows, len(rows))
         if not count:
             return 0.0
@@ -108,7 +112,7 @@ class Attempt:
         self._reporter.begin(Phase.EVALUATING, f"Measuring the loss of {count} training rows {when} the training.")
         loss = MeanLoss()
         # Rows of similar length share a batch, so that little is padding; the mean over tokens does not depend on the order.
-        order = sorted(range(count), key=lambda row: len(rows.row(row)[0]))
+        order = sorted(sampler.first(count), key=lambda row: len(rows.row(row)[0]))
         # Every batch streams all weights once, so a larger one costs fewer reads. Without gradients about 4 boundary tensors live at a
         # time where the plan counts blocks + 1: six times fewer rows than that stay well inside it.
         config: Any = model.config
