@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.records import interleaved, median
-from lohan._native import AdamSegment, ThreadPool, adamw_update
+from lohan._native import AdamSegment, AdamState, ThreadPool, adamw_update
 
 # 4 arrays of 200 MB: far beyond any cache, and a size that a small machine holds twice.
 ELEMENTS = 50_000_000
@@ -31,11 +31,13 @@ def run() -> list[dict[str, Any]]:
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, weight_decay=0.01, fused=True)
     target = torch.empty_like(master)
     segments = [AdamSegment(offset=0, length=ELEMENTS, step=1, **HYPER)]
+    state = AdamState(master=master, first_moment=moments[0], second_moment=moments[1])
+    state_with_copy = AdamState(master=master, weights=weights, first_moment=moments[0], second_moment=moments[1])
     seconds = interleaved(
         {
             "torch": lambda: optimizer.step(),
-            "plain-fp32": lambda: adamw_update(segments, gradient, master, *moments, pool=pool),
-            "engine": lambda: adamw_update(segments, half_gradient, master, *moments, weights, pool=pool),
+            "plain-fp32": lambda: adamw_update(segments, gradient, state, pool=pool),
+            "engine": lambda: adamw_update(segments, half_gradient, state_with_copy, pool=pool),
             "copy": lambda: target.copy_(master),
         },
         rounds=ROUNDS,

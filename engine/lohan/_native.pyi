@@ -116,17 +116,43 @@ class InstructionSet(enum.Enum):
 
     AVX512 = 3
 
+class MomentCode(enum.Enum):
+    """Which of the two moments 8-bit codes stand for."""
+
+    FIRST = 0
+
+    SECOND = 1
+
 def available_instruction_sets() -> list[InstructionSet]:
     """The instruction sets this processor can run, narrowest first."""
 
-def adamw_update(segments: Sequence[AdamSegment], gradients: object, master: object, first_moment: object, second_moment: object, weights_out: object | None = None, *, gradient_scale: float = 1.0, pool: ThreadPool, instruction_set: InstructionSet = InstructionSet.AUTO) -> UpdateResult:
+class AdamState:
     """
-    One step of AdamW in place, computed as torch.optim.AdamW does.
+    The arrays of an AdamW state: 1-D, contiguous, writable, in host memory, disjoint.
 
-    All arrays are 1-D, contiguous, in host memory and of one length: `gradients` float32 or bfloat16,
-    `master` and both moments float32, `weights_out` bfloat16 (rounded to nearest even). Gradients are
-    multiplied by `gradient_scale` first. Elements outside the segments keep their values and count to
-    nothing. Releases the GIL.
+    Master weights are float32 `master`, with `weights` as an optional bfloat16 copy (rounded to nearest even), or
+    split: bfloat16 `weights` and int16 `remainder` (see `split_master`). Moments are float32, or uint8 codes with
+    float32 scales, one per 256 elements; the second moment is coded by its square root. Zero-filled arrays are
+    zero moments in both forms. The object keeps the arrays alive.
+    """
+
+    def __init__(self, *, first_moment: object, second_moment: object, master: object | None = None, weights: object | None = None, remainder: object | None = None, first_scales: object | None = None, second_scales: object | None = None) -> None:
+        """
+        Raises TypeError for a wrong element type, ValueError for arrays that make no state.
+        """
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+
+def adamw_update(segments: Sequence[AdamSegment], gradients: object, state: AdamState, *, out: AdamState | None = None, gradient_scale: float = 1.0, pool: ThreadPool, instruction_set: InstructionSet = InstructionSet.AUTO) -> UpdateResult:
+    """
+    One step of AdamW, computed as torch.optim.AdamW does.
+
+    `gradients` are float32 or bfloat16, 1-D, contiguous, in host memory and as long as the state; they are
+    multiplied by `gradient_scale` first. The new state goes to `out`, which has the state's form and shares no
+    memory with it, or in place. Elements outside the segments are not touched and count to nothing; with 8-bit
+    moments each segment begins at a multiple of 256, past the last block of the one before. Releases the GIL.
 
     Raises TypeError for a wrong element type, ValueError for arrays or segments that do not fit together.
     """
@@ -136,6 +162,31 @@ def gradient_norm(gradients: object, *, gradient_scale: float = 1.0, pool: Threa
     Squared norm and non-finite count of all elements.
 
     Equal to adamw_update's, bit for bit, when its segments cover the arrays.
+    """
+
+def split_master(master: object, weights: object, remainder: object, *, pool: ThreadPool, instruction_set: InstructionSet = InstructionSet.AUTO) -> None:
+    """
+    Write float32 `master` as bfloat16 `weights` and int16 `remainder`.
+
+    The value's bits are (weights << 16) + remainder: `weights` is the nearest bfloat16, ties away from zero, and
+    nothing is lost; a NaN becomes the canonical one. 1-D arrays of one length that share no memory.
+    """
+
+def join_master(weights: object, remainder: object, master: object, *, pool: ThreadPool, instruction_set: InstructionSet = InstructionSet.AUTO) -> None:
+    """The reverse of `split_master`."""
+
+def decode_moment(code: MomentCode, codes: object, scales: object, moments: object, *, pool: ThreadPool, instruction_set: InstructionSet = InstructionSet.AUTO) -> None:
+    """
+    Write the float32 values that 8-bit `codes` with one scale per 256 elements stand for.
+
+    With MomentCode.SECOND these are the second moments themselves, not the coded square roots.
+    """
+
+def read_modify_write(a: object, b: object, c: object, source: object, *, pool: ThreadPool, instruction_set: InstructionSet = InstructionSet.AUTO) -> None:
+    """
+    Add `source` to `a`, `b` and `c`, all float32: 28 bytes of memory traffic an element.
+
+    The reference for an update's speed: its own pattern of streams with nothing to compute.
     """
 
 class IoError(OSError):

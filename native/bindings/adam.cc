@@ -3,41 +3,21 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "adam_state.h"
 #include "bindings.h"
 
 namespace lohan {
 namespace {
 
-constexpr nb::dlpack::dtype kFloat32 = {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 32, 1};
-constexpr nb::dlpack::dtype kBfloat16 = {static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
-
-using NamedArray = std::pair<const char*, HostArray>;
-
-void CheckAligned(const NamedArray& array) {
-  if (reinterpret_cast<uintptr_t>(array.second.data) % static_cast<uintptr_t>(array.second.item_bytes) == 0)
-    return;
-  throw nb::value_error((std::string(array.first) + ": the memory is not aligned to its " +
-                         std::to_string(array.second.item_bytes) + "-byte elements")
-                            .c_str());
-}
-
-NamedArray Import(nb::handle object, const char* name, ArrayUse use, nb::dlpack::dtype expected) {
-  NamedArray array = {name, ImportArray(object, name, use)};
-  if (array.second.dtype != expected) {
-    throw nb::type_error((std::string(name) + ": expected " + NameOf(expected) + " elements, got " +
-                          NameOf(array.second.dtype))
-                             .c_str());
-  }
-  CheckAligned(array);
-  return array;
-}
+using State = BoundAdamState;
 
 NamedArray ImportGradients(nb::handle object) {
   NamedArray array = {"gradients", ImportArray(object, "gradients", ArrayUse::kRead)};
-  if (array.second.dtype != kFloat32 && array.second.dtype != kBfloat16) {
+  if (array.second.dtype != kFloat32Type && array.second.dtype != kBfloat16Type) {
     throw nb::type_error(
         ("gradients: expected float32 or bfloat16 elements, got " + NameOf(array.second.dtype)).c_str());
   }
@@ -46,42 +26,43 @@ NamedArray ImportGradients(nb::handle object) {
 }
 
 GradientArray GradientsOf(const HostArray& array) {
-  return {array.data, array.dtype == kFloat32 ? GradientType::kFloat32 : GradientType::kBfloat16,
+  return {array.data, array.dtype == kFloat32Type ? GradientType::kFloat32 : GradientType::kBfloat16,
           array.length};
 }
 
-void CheckTogether(const std::vector<NamedArray>& arrays) {
-  for (size_t i = 0; i < arrays.size(); ++i) {
-    if (arrays[i].second.length != arrays[0].second.length) {
-      throw nb::value_error((std::string(arrays[i].first) + " has " +
-                             std::to_string(arrays[i].second.length) + " elements, gradients have " +
-                             std::to_string(arrays[0].second.length))
-                                .c_str());
-    }
-    for (size_t j = 0; j < i; ++j) {
-      CheckDisjoint(arrays[j].second, arrays[j].first, arrays[i].second, arrays[i].first);
-    }
+void CheckLengthIs(const NamedArray& array, int64_t length, const char* of_what) {
+  if (array.second.length == length) return;
+  throw nb::value_error((std::string(array.first) + " has " + std::to_string(array.second.length) +
+                         " elements, " + of_what + " " + std::to_string(length))
+                            .c_str());
+}
+
+void CheckAllDisjoint(const std::vector<NamedArray>& arrays, const std::vector<NamedArray>& others) {
+  for (const NamedArray& array : arrays) {
+    for (const NamedArray& other : others)
+      CheckDisjoint(array.second, array.first, other.second, other.first);
   }
 }
 
-UpdateResult Update(const std::vector<AdamSegment>& segments, nb::handle gradients, nb::handle master,
-                    nb::handle first_moment, nb::handle second_moment, nb::handle weights_out,
-                    double gradient_scale, ThreadPool& pool, InstructionSet instruction_set) {
-  std::vector<NamedArray> arrays;
-  arrays.push_back(ImportGradients(gradients));
-  arrays.push_back(Import(master, "master", ArrayUse::kWrite, kFloat32));
-  arrays.push_back(Import(first_moment, "first_moment", ArrayUse::kWrite, kFloat32));
-  arrays.push_back(Import(second_moment, "second_moment", ArrayUse::kWrite, kFloat32));
-  if (!weights_out.is_none())
-    arrays.push_back(Import(weights_out, "weights_out", ArrayUse::kWrite, kBfloat16));
-  CheckTogether(arrays);
-  AdamState state;
-  state.master = reinterpret_cast<float*>(arrays[1].second.data);
-  state.first_moment = reinterpret_cast<float*>(arrays[2].second.data);
-  state.second_moment = reinterpret_cast<float*>(arrays[3].second.data);
-  if (arrays.size() == 5) state.weights_out = reinterpret_cast<uint16_t*>(arrays[4].second.data);
+UpdateResult Update(const std::vector<AdamSegment>& segments, nb::handle gradients, const State& state,
+                    const State* out, double gradient_scale, ThreadPool& pool,
+                    InstructionSet instruction_set) {
+  const std::vector<NamedArray> source = {ImportGradients(gradients)};
+  CheckLengthIs(source[0], state.length, "the state");
+  CheckAllDisjoint(state.arrays, source);
+  if (out == nullptr) out = &state;
+  if (out != &state) {
+    if (out->length != state.length) {
+      throw nb::value_error(
+          ("out has " + std::to_string(out->length) + " elements, the state " + std::to_string(state.length))
+              .c_str());
+    }
+    CheckAllDisjoint(out->arrays, source);
+    CheckAllDisjoint(out->arrays, state.arrays);
+  }
   nb::gil_scoped_release release;
-  return AdamwUpdate(segments, GradientsOf(arrays[0].second), state, gradient_scale, pool, instruction_set);
+  return AdamwUpdate(segments, GradientsOf(source[0].second), state.state, out->state, gradient_scale, pool,
+                     instruction_set);
 }
 
 UpdateResult Norm(nb::handle gradients, double gradient_scale, ThreadPool& pool,
@@ -89,6 +70,59 @@ UpdateResult Norm(nb::handle gradients, double gradient_scale, ThreadPool& pool,
   const NamedArray array = ImportGradients(gradients);
   nb::gil_scoped_release release;
   return GradientNorm(GradientsOf(array.second), gradient_scale, pool, instruction_set);
+}
+
+/// Several arrays of one length that share no memory.
+std::vector<NamedArray> Together(std::vector<NamedArray> arrays) {
+  for (size_t i = 1; i < arrays.size(); ++i) {
+    CheckLengthIs(arrays[i], arrays[0].second.length, arrays[0].first);
+    for (size_t j = 0; j < i; ++j)
+      CheckDisjoint(arrays[j].second, arrays[j].first, arrays[i].second, arrays[i].first);
+  }
+  return arrays;
+}
+
+void Split(nb::handle master, nb::handle weights, nb::handle remainder, ThreadPool& pool,
+           InstructionSet instruction_set) {
+  const auto arrays = Together({ImportTyped(master, "master", ArrayUse::kRead, kFloat32Type),
+                                ImportTyped(weights, "weights", ArrayUse::kWrite, kBfloat16Type),
+                                ImportTyped(remainder, "remainder", ArrayUse::kWrite, kInt16Type)});
+  nb::gil_scoped_release release;
+  SplitMaster(arrays[0].second.As<float>(), arrays[1].second.As<uint16_t>(), arrays[2].second.As<int16_t>(),
+              arrays[0].second.length, pool, instruction_set);
+}
+
+void Join(nb::handle weights, nb::handle remainder, nb::handle master, ThreadPool& pool,
+          InstructionSet instruction_set) {
+  const auto arrays = Together({ImportTyped(weights, "weights", ArrayUse::kRead, kBfloat16Type),
+                                ImportTyped(remainder, "remainder", ArrayUse::kRead, kInt16Type),
+                                ImportTyped(master, "master", ArrayUse::kWrite, kFloat32Type)});
+  nb::gil_scoped_release release;
+  JoinMaster(arrays[0].second.As<uint16_t>(), arrays[1].second.As<int16_t>(), arrays[2].second.As<float>(),
+             arrays[0].second.length, pool, instruction_set);
+}
+
+void Decode(MomentCode code, nb::handle codes, nb::handle scales, nb::handle moments, ThreadPool& pool,
+            InstructionSet instruction_set) {
+  const auto arrays = Together({ImportTyped(codes, "codes", ArrayUse::kRead, kUint8Type),
+                                ImportTyped(moments, "moments", ArrayUse::kWrite, kFloat32Type)});
+  const NamedArray factors = ImportTyped(scales, "scales", ArrayUse::kRead, kFloat32Type);
+  CheckLengthIs(factors, MomentBlocks(arrays[0].second.length), "codes need");
+  CheckAllDisjoint(arrays, {factors});
+  nb::gil_scoped_release release;
+  DecodeMoment(code, arrays[0].second.As<uint8_t>(), factors.second.As<float>(), arrays[1].second.As<float>(),
+               arrays[0].second.length, pool, instruction_set);
+}
+
+void Reference(nb::handle a, nb::handle b, nb::handle c, nb::handle source, ThreadPool& pool,
+               InstructionSet instruction_set) {
+  const auto arrays = Together({ImportTyped(a, "a", ArrayUse::kWrite, kFloat32Type),
+                                ImportTyped(b, "b", ArrayUse::kWrite, kFloat32Type),
+                                ImportTyped(c, "c", ArrayUse::kWrite, kFloat32Type),
+                                ImportTyped(source, "source", ArrayUse::kRead, kFloat32Type)});
+  nb::gil_scoped_release release;
+  ReadModifyWrite(arrays[0].second.As<float>(), arrays[1].second.As<float>(), arrays[2].second.As<float>(),
+                  arrays[3].second.As<float>(), arrays[0].second.length, pool, instruction_set);
 }
 
 void InitSegment(nb::module_& m) {
@@ -128,6 +162,10 @@ void InitResultAndEnum(nb::module_& m) {
       .value("PORTABLE", InstructionSet::kPortable)
       .value("AVX2", InstructionSet::kAvx2)
       .value("AVX512", InstructionSet::kAvx512);
+
+  nb::enum_<MomentCode>(m, "MomentCode", "Which of the two moments 8-bit codes stand for.")
+      .value("FIRST", MomentCode::kFirst)
+      .value("SECOND", MomentCode::kSecond);
 }
 
 }  // namespace
@@ -148,15 +186,17 @@ Raises ValueError outside 0..1024.)")
   m.def("available_instruction_sets", &AvailableInstructionSets,
         "The instruction sets this processor can run, narrowest first.");
 
-  m.def("adamw_update", &Update, nb::arg("segments"), nb::arg("gradients"), nb::arg("master"),
-        nb::arg("first_moment"), nb::arg("second_moment"), nb::arg("weights_out") = nb::none(), nb::kw_only(),
-        nb::arg("gradient_scale") = 1.0, nb::arg("pool"), nb::arg("instruction_set") = InstructionSet::kAuto,
-        R"(One step of AdamW in place, computed as torch.optim.AdamW does.
+  InitAdamState(m);
 
-All arrays are 1-D, contiguous, in host memory and of one length: `gradients` float32 or bfloat16,
-`master` and both moments float32, `weights_out` bfloat16 (rounded to nearest even). Gradients are
-multiplied by `gradient_scale` first. Elements outside the segments keep their values and count to
-nothing. Releases the GIL.
+  m.def("adamw_update", &Update, nb::arg("segments"), nb::arg("gradients"), nb::arg("state"), nb::kw_only(),
+        nb::arg("out") = nb::none(), nb::arg("gradient_scale") = 1.0, nb::arg("pool"),
+        nb::arg("instruction_set") = InstructionSet::kAuto,
+        R"(One step of AdamW, computed as torch.optim.AdamW does.
+
+`gradients` are float32 or bfloat16, 1-D, contiguous, in host memory and as long as the state; they are
+multiplied by `gradient_scale` first. The new state goes to `out`, which has the state's form and shares no
+memory with it, or in place. Elements outside the segments are not touched and count to nothing; with 8-bit
+moments each segment begins at a multiple of 256, past the last block of the one before. Releases the GIL.
 
 Raises TypeError for a wrong element type, ValueError for arrays or segments that do not fit together.)");
 
@@ -165,6 +205,29 @@ Raises TypeError for a wrong element type, ValueError for arrays or segments tha
         R"(Squared norm and non-finite count of all elements.
 
 Equal to adamw_update's, bit for bit, when its segments cover the arrays.)");
+
+  m.def("split_master", &Split, nb::arg("master"), nb::arg("weights"), nb::arg("remainder"), nb::kw_only(),
+        nb::arg("pool"), nb::arg("instruction_set") = InstructionSet::kAuto,
+        R"(Write float32 `master` as bfloat16 `weights` and int16 `remainder`.
+
+The value's bits are (weights << 16) + remainder: `weights` is the nearest bfloat16, ties away from zero, and
+nothing is lost; a NaN becomes the canonical one. 1-D arrays of one length that share no memory.)");
+
+  m.def("join_master", &Join, nb::arg("weights"), nb::arg("remainder"), nb::arg("master"), nb::kw_only(),
+        nb::arg("pool"), nb::arg("instruction_set") = InstructionSet::kAuto,
+        "The reverse of `split_master`.");
+
+  m.def("decode_moment", &Decode, nb::arg("code"), nb::arg("codes"), nb::arg("scales"), nb::arg("moments"),
+        nb::kw_only(), nb::arg("pool"), nb::arg("instruction_set") = InstructionSet::kAuto,
+        R"(Write the float32 values that 8-bit `codes` with one scale per 256 elements stand for.
+
+With MomentCode.SECOND these are the second moments themselves, not the coded square roots.)");
+
+  m.def("read_modify_write", &Reference, nb::arg("a"), nb::arg("b"), nb::arg("c"), nb::arg("source"),
+        nb::kw_only(), nb::arg("pool"), nb::arg("instruction_set") = InstructionSet::kAuto,
+        R"(Add `source` to `a`, `b` and `c`, all float32: 28 bytes of memory traffic an element.
+
+The reference for an update's speed: its own pattern of streams with nothing to compute.)");
 }
 
 }  // namespace lohan

@@ -24,6 +24,11 @@ struct HostArray {
   nb::dlpack::dtype dtype;
 
   int64_t size_bytes() const { return length * item_bytes; }
+  /// The elements; the caller has checked the type.
+  template <typename Element>
+  Element* As() const {
+    return reinterpret_cast<Element*>(data);
+  }
 };
 
 enum class ArrayUse { kRead, kWrite };

@@ -1,18 +1,19 @@
 #include "lohan/adam.h"
 
 #include <algorithm>
+#include <array>
 #include <cfenv>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 
 #include "adam_kernels.h"
+#include "adam_segments.h"
 
 namespace lohan {
 namespace {
 
-// 16 blocks (about 1 MiB of traffic) per task: few enough to keep the shared counter cold, many enough to
+// 16 blocks (about 1 MiB of traffic) per task: few enough to keep the shared counters cold, many enough to
 // balance a 1 Mi-element array over 16 threads.
 constexpr int64_t kBlocksPerTask = 16;
 
@@ -60,105 +61,48 @@ const AdamKernels& KernelsOf(InstructionSet set) {
   return kPortableKernels;
 }
 
-/// A segment as the block loop needs it.
-struct Range {
-  int64_t begin;
-  int64_t end;
-  AdamScalars scalars;
+/// Which kernel a state's arrays call for. Throws std::invalid_argument for arrays that make no state.
+struct StateForm {
+  MasterKernel master;
+  MomentKernel moments;
 };
 
-AdamScalars ScalarsOf(const AdamSegment& segment) {
-  const double first_correction = 1.0 - std::pow(segment.beta1, static_cast<double>(segment.step));
-  const double second_correction = 1.0 - std::pow(segment.beta2, static_cast<double>(segment.step));
-  return {
-      .decay = static_cast<float>(1.0 - segment.learning_rate * segment.weight_decay),
-      .first_weight = static_cast<float>(1.0 - segment.beta1),
-      .beta2 = static_cast<float>(segment.beta2),
-      .second_weight = static_cast<float>(1.0 - segment.beta2),
-      .step_size = static_cast<float>(segment.learning_rate / first_correction),
-      .second_correction_sqrt = static_cast<float>(std::sqrt(second_correction)),
-      .epsilon = static_cast<float>(segment.epsilon),
+StateForm FormOf(const AdamState& in, const AdamState& out) {
+  const auto bad = [](const char* reason) { throw std::invalid_argument(reason); };
+  const bool split = in.master == nullptr;
+  if (split != (out.master == nullptr))
+    bad("the old and the new state differ in the form of their master weights");
+  if (split && (in.weights == nullptr || in.remainder == nullptr || out.weights == nullptr ||
+                out.remainder == nullptr)) {
+    bad("a state needs master, or both weights and remainder");
+  }
+  if (!split && (in.remainder != nullptr || out.remainder != nullptr)) {
+    bad("a state has master or remainder, not both");
+  }
+  const auto moments_of = [&](const AdamState& state) {
+    const bool eight_bit = state.first_codes != nullptr;
+    const bool complete = eight_bit ? state.second_codes != nullptr && state.first_scales != nullptr &&
+                                          state.second_scales != nullptr
+                                    : state.first_moment != nullptr && state.second_moment != nullptr;
+    if (!complete) bad("a state needs both moments, and with 8-bit codes their scales");
+    return eight_bit ? kEightBitMoments : kFloat32Moments;
   };
+  const MomentKernel moments = moments_of(in);
+  if (moments != moments_of(out)) bad("the old and the new state differ in the form of their moments");
+  return {split                    ? kSplitMaster
+          : out.weights != nullptr ? kFloat32MasterWithWeights
+                                   : kFloat32Master,
+          moments};
 }
 
-[[noreturn]] void BadSegment(const AdamSegment& segment, const std::string& reason) {
-  throw std::invalid_argument("segment at offset " + std::to_string(segment.offset) + " of length " +
-                              std::to_string(segment.length) + ": " + reason);
+using BlockSums = std::array<double, kNormLanes>;
+
+double SumOfLanes(BlockSums& sums) {
+  for (size_t half = kNormLanes / 2; half > 0; half /= 2) {
+    for (size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  }
+  return sums[0];
 }
-
-std::vector<Range> SortedRanges(std::span<const AdamSegment> segments, int64_t length) {
-  std::vector<AdamSegment> sorted(segments.begin(), segments.end());
-  for (const AdamSegment& segment : sorted) {
-    segment.Validate();
-    if (segment.offset > length || segment.length > length - segment.offset) {
-      BadSegment(segment, "ends beyond the arrays' " + std::to_string(length) + " elements");
-    }
-  }
-  std::erase_if(sorted, [](const AdamSegment& segment) { return segment.length == 0; });
-  std::sort(sorted.begin(), sorted.end(),
-            [](const AdamSegment& a, const AdamSegment& b) { return a.offset < b.offset; });
-  std::vector<Range> ranges;
-  ranges.reserve(sorted.size());
-  for (const AdamSegment& segment : sorted) {
-    if (!ranges.empty() && segment.offset < ranges.back().end) {
-      BadSegment(segment, "overlaps the segment that ends at " + std::to_string(ranges.back().end));
-    }
-    ranges.push_back({segment.offset, segment.offset + segment.length, ScalarsOf(segment)});
-  }
-  return ranges;
-}
-
-/// One pass over the arrays, in blocks that any thread may take.
-struct Pass {
-  const AdamKernels& kernels;
-  const GradientArray& gradients;
-  float gradient_scale;
-  const std::vector<Range>* ranges;  // null: all elements, norm only
-  AdamState state;
-
-  void Load(int64_t begin, int64_t end, float* target) const {
-    if (gradients.type == GradientType::kFloat32) {
-      kernels.load_float32(static_cast<const float*>(gradients.data) + begin, gradient_scale, target,
-                           end - begin);
-    } else {
-      kernels.load_bfloat16(static_cast<const uint16_t*>(gradients.data) + begin, gradient_scale, target,
-                            end - begin);
-    }
-  }
-
-  void Update(const Range& range, int64_t begin, int64_t end, const float* scaled) const {
-    kernels.update(range.scalars, scaled, state.master + begin, state.first_moment + begin,
-                   state.second_moment + begin, end - begin);
-    if (state.weights_out != nullptr) {
-      kernels.store_bfloat16(state.master + begin, state.weights_out + begin, end - begin);
-    }
-  }
-
-  BlockNorm RunBlock(int64_t block) const {
-    const int64_t block_begin = block * kBlockElements;
-    const int64_t block_end = std::min(block_begin + kBlockElements, gradients.length);
-    alignas(64) float scaled[kBlockElements];
-    if (ranges == nullptr) {
-      Load(block_begin, block_end, scaled);
-      std::fill(scaled + (block_end - block_begin), scaled + kBlockElements, 0.0f);
-      return kernels.norm(scaled);
-    }
-    auto range = std::partition_point(ranges->begin(), ranges->end(),
-                                      [&](const Range& r) { return r.end <= block_begin; });
-    int64_t filled = block_begin;  // everything before it in the block is loaded or zero
-    for (; range != ranges->end() && range->begin < block_end; ++range) {
-      const int64_t begin = std::max(range->begin, block_begin);
-      const int64_t end = std::min(range->end, block_end);
-      std::fill(scaled + (filled - block_begin), scaled + (begin - block_begin), 0.0f);
-      Load(begin, end, scaled + (begin - block_begin));
-      Update(*range, begin, end, scaled + (begin - block_begin));
-      filled = end;
-    }
-    if (filled == block_begin) return {0.0, 0};
-    std::fill(scaled + (filled - block_begin), scaled + kBlockElements, 0.0f);
-    return kernels.norm(scaled);
-  }
-};
 
 /// Adds neighbours in pairs until one is left: the tree depends on the number of blocks alone.
 double SumOfPairs(std::vector<double>& values) {
@@ -170,17 +114,46 @@ double SumOfPairs(std::vector<double>& values) {
   return values[0];
 }
 
-UpdateResult RunPass(const Pass& pass, ThreadPool& pool) {
-  const int64_t blocks = (pass.gradients.length + kBlockElements - 1) / kBlockElements;
+/// Calls visit(range, begin, end) for the parts of the ranges that lie in [block_begin, block_end).
+template <typename Visit>
+void ForPartsIn(const std::vector<AdamRange>& ranges, int64_t block_begin, int64_t block_end,
+                const Visit& visit) {
+  auto range = std::partition_point(ranges.begin(), ranges.end(),
+                                    [&](const AdamRange& r) { return r.end <= block_begin; });
+  for (; range != ranges.end() && range->begin < block_end; ++range) {
+    visit(*range, std::max(range->begin, block_begin), std::min(range->end, block_end));
+  }
+}
+
+/// One pass over all blocks that touch a range. `add(range, begin, end, sums)` works on a part of one block
+/// and adds the squares of its gradients to the block's sums.
+template <typename Add>
+UpdateResult RunPass(const AdamKernels& kernels, const GradientArray& gradients, float scale,
+                     const std::vector<AdamRange>& ranges, ThreadPool& pool, const Add& add) {
+  const int64_t blocks = (gradients.length + kBlockElements - 1) / kBlockElements;
+  const auto type = static_cast<size_t>(gradients.type);
   std::vector<double> squared_norms(static_cast<size_t>(blocks));
   std::vector<int64_t> non_finite(static_cast<size_t>((blocks + kBlocksPerTask - 1) / kBlocksPerTask));
   pool.Run(static_cast<int64_t>(non_finite.size()), [&](int64_t task) {
     DefaultFloatEnvironment environment;
     const int64_t last = std::min((task + 1) * kBlocksPerTask, blocks);
     for (int64_t block = task * kBlocksPerTask; block < last; ++block) {
-      const BlockNorm norm = pass.RunBlock(block);
-      squared_norms[static_cast<size_t>(block)] = norm.squared_norm;
-      non_finite[static_cast<size_t>(task)] += norm.non_finite;
+      const int64_t begin = block * kBlockElements;
+      const int64_t end = std::min(begin + kBlockElements, gradients.length);
+      BlockSums sums = {};
+      ForPartsIn(ranges, begin, end, [&](const AdamRange& range, int64_t first, int64_t stop) {
+        add(range, first, stop, sums.data());
+      });
+      const double squared_norm = SumOfLanes(sums);
+      squared_norms[static_cast<size_t>(block)] = squared_norm;
+      // A finite fp32 value's square is far from the largest double: the sum is finite unless a gradient is
+      // not.
+      if (!std::isfinite(squared_norm)) {
+        ForPartsIn(ranges, begin, end, [&](const AdamRange&, int64_t first, int64_t stop) {
+          non_finite[static_cast<size_t>(task)] +=
+              kernels.count_non_finite[type](gradients.data, scale, first, stop);
+        });
+      }
     }
   });
   UpdateResult result;
@@ -188,6 +161,16 @@ UpdateResult RunPass(const Pass& pass, ThreadPool& pool) {
   if (std::isnan(result.squared_norm)) result.squared_norm = std::numeric_limits<double>::quiet_NaN();
   for (const int64_t count : non_finite) result.non_finite += count;
   return result;
+}
+
+/// Calls run(begin, end) on parts of [0, length) that begin at multiples of kBlockElements.
+template <typename Run>
+void ForParts(int64_t length, ThreadPool& pool, const Run& run) {
+  constexpr int64_t kPart = kBlocksPerTask * kBlockElements;
+  pool.Run((length + kPart - 1) / kPart, [&](int64_t part) {
+    DefaultFloatEnvironment environment;
+    run(part * kPart, std::min((part + 1) * kPart, length));
+  });
 }
 
 float CheckedScale(double gradient_scale) {
@@ -199,22 +182,6 @@ float CheckedScale(double gradient_scale) {
 }
 
 }  // namespace
-
-void AdamSegment::Validate() const {
-  const auto check = [this](bool valid, const char* name, double value, const char* allowed) {
-    if (!valid) BadSegment(*this, std::string(name) + " is " + std::to_string(value) + "; " + allowed);
-  };
-  check(offset >= 0, "offset", static_cast<double>(offset), "it must be 0 or more");
-  check(length >= 0, "length", static_cast<double>(length), "it must be 0 or more");
-  check(learning_rate >= 0 && std::isfinite(learning_rate), "learning_rate", learning_rate,
-        "it must be 0 or more and finite");
-  check(beta1 >= 0 && beta1 < 1, "beta1", beta1, "it must be in [0, 1)");
-  check(beta2 >= 0 && beta2 < 1, "beta2", beta2, "it must be in [0, 1)");
-  check(epsilon >= 0 && std::isfinite(epsilon), "epsilon", epsilon, "it must be 0 or more and finite");
-  check(weight_decay >= 0 && std::isfinite(weight_decay), "weight_decay", weight_decay,
-        "it must be 0 or more and finite");
-  check(step >= 1, "step", static_cast<double>(step), "it must be 1 or more (1 for the first update)");
-}
 
 std::vector<InstructionSet> AvailableInstructionSets() {
   std::vector<InstructionSet> sets = {InstructionSet::kPortable};
@@ -229,17 +196,66 @@ std::vector<InstructionSet> AvailableInstructionSets() {
 }
 
 UpdateResult AdamwUpdate(std::span<const AdamSegment> segments, const GradientArray& gradients,
-                         const AdamState& state, double gradient_scale, ThreadPool& pool,
+                         const AdamState& in, const AdamState& out, double gradient_scale, ThreadPool& pool,
                          InstructionSet instruction_set) {
   DefaultFloatEnvironment environment;
-  const std::vector<Range> ranges = SortedRanges(segments, gradients.length);
-  return RunPass({KernelsOf(instruction_set), gradients, CheckedScale(gradient_scale), &ranges, state}, pool);
+  // Empty arrays may have no address to tell the form by.
+  const StateForm form = gradients.length == 0 ? StateForm{kFloat32Master, kFloat32Moments} : FormOf(in, out);
+  const std::vector<AdamRange> ranges = SortedRanges(segments, gradients.length, form.moments);
+  const AdamKernels& kernels = KernelsOf(instruction_set);
+  const AdamKernels::Update update =
+      kernels.update[static_cast<size_t>(gradients.type)][form.master][form.moments];
+  const float scale = CheckedScale(gradient_scale);
+  return RunPass(kernels, gradients, scale, ranges, pool,
+                 [&](const AdamRange& range, int64_t begin, int64_t end, double* sums) {
+                   update(range.scalars, gradients.data, scale, in, out, begin, end, sums);
+                 });
 }
 
 UpdateResult GradientNorm(const GradientArray& gradients, double gradient_scale, ThreadPool& pool,
                           InstructionSet instruction_set) {
   DefaultFloatEnvironment environment;
-  return RunPass({KernelsOf(instruction_set), gradients, CheckedScale(gradient_scale), nullptr, {}}, pool);
+  const AdamKernels& kernels = KernelsOf(instruction_set);
+  const AdamKernels::AddSquares add = kernels.add_squares[static_cast<size_t>(gradients.type)];
+  const float scale = CheckedScale(gradient_scale);
+  const std::vector<AdamRange> everything = {{0, gradients.length, {}}};
+  return RunPass(kernels, gradients, scale, everything, pool,
+                 [&](const AdamRange&, int64_t begin, int64_t end, double* sums) {
+                   add(gradients.data, scale, begin, end, sums);
+                 });
+}
+
+void SplitMaster(const float* master, uint16_t* weights, int16_t* remainder, int64_t length, ThreadPool& pool,
+                 InstructionSet instruction_set) {
+  const AdamKernels& kernels = KernelsOf(instruction_set);
+  ForParts(length, pool, [&](int64_t begin, int64_t end) {
+    kernels.split(master + begin, weights + begin, remainder + begin, end - begin);
+  });
+}
+
+void JoinMaster(const uint16_t* weights, const int16_t* remainder, float* master, int64_t length,
+                ThreadPool& pool, InstructionSet instruction_set) {
+  const AdamKernels& kernels = KernelsOf(instruction_set);
+  ForParts(length, pool, [&](int64_t begin, int64_t end) {
+    kernels.join(weights + begin, remainder + begin, master + begin, end - begin);
+  });
+}
+
+void DecodeMoment(MomentCode code, const uint8_t* codes, const float* scales, float* moments, int64_t length,
+                  ThreadPool& pool, InstructionSet instruction_set) {
+  const AdamKernels& kernels = KernelsOf(instruction_set);
+  ForParts(length, pool, [&](int64_t begin, int64_t end) {
+    kernels.decode[static_cast<size_t>(code)](codes + begin, scales + begin / kMomentBlockElements,
+                                              moments + begin, end - begin);
+  });
+}
+
+void ReadModifyWrite(float* a, float* b, float* c, const float* d, int64_t length, ThreadPool& pool,
+                     InstructionSet instruction_set) {
+  const AdamKernels& kernels = KernelsOf(instruction_set);
+  ForParts(length, pool, [&](int64_t begin, int64_t end) {
+    kernels.read_modify_write(a + begin, b + begin, c + begin, d + begin, end - begin);
+  });
 }
 
 }  // namespace lohan

@@ -3,40 +3,53 @@
 
 #include <cstdint>
 
+#include "lohan/adam_state.h"
+
 namespace lohan {
 
-/// Elements per block: the grain of the norm's tree. 8 KiB of fp32 gradients stay in the first-level cache
-/// between the loops that read them.
+/// Elements per block: the grain of the norm's tree, and a multiple of kMomentBlockElements.
 inline constexpr int64_t kBlockElements = 2048;
-/// Interleaved sums per block; a multiple of every vector width in doubles (2, 4, 8).
+/// Interleaved sums per block, and elements per turn of the loops; a multiple of every vector width.
 inline constexpr int64_t kNormLanes = 16;
 
 /// A segment's constants, rounded to fp32 once so that every kernel multiplies by the same bits.
 struct AdamScalars {
-  float decay;                   // 1 - learning_rate * weight_decay
-  float first_weight;            // 1 - beta1
-  float beta2;                   //
-  float second_weight;           // 1 - beta2
-  float step_size;               // learning_rate / (1 - beta1^step)
-  float second_correction_sqrt;  // sqrt(1 - beta2^step)
-  float epsilon;                 //
+  float decay;                      // 1 - learning_rate * weight_decay
+  float first_weight;               // 1 - beta1
+  float beta2;                      //
+  float second_weight;              // 1 - beta2
+  float step_size;                  // learning_rate / (1 - beta1^step)
+  float inverse_second_correction;  // 1 / sqrt(1 - beta2^step)
+  float epsilon;                    //
 };
 
-struct BlockNorm {
-  double squared_norm;
-  int64_t non_finite;
-};
+enum MasterKernel { kFloat32Master, kFloat32MasterWithWeights, kSplitMaster, kMasterKernels };
+enum MomentKernel { kFloat32Moments, kEightBitMoments, kMomentKernels };
 
 struct AdamKernels {
-  /// target[i] = source[i] * scale, NaN canonical.
-  void (*load_float32)(const float* source, float scale, float* target, int64_t count);
-  void (*load_bfloat16)(const uint16_t* source, float scale, float* target, int64_t count);
-  /// Norm of kBlockElements values; unused ones are zero.
-  BlockNorm (*norm)(const float* gradients);
-  void (*update)(const AdamScalars& scalars, const float* gradients, float* master, float* first_moment,
-                 float* second_moment, int64_t count);
-  /// Rounds to nearest even; NaN becomes 0x7FC0.
-  void (*store_bfloat16)(const float* source, uint16_t* target, int64_t count);
+  /// Updates elements [begin, end), which lie in one block, and adds the squares of their scaled gradients to
+  /// the block's sums: element i to sum i % kNormLanes. With 8-bit moments `begin` is a multiple of
+  /// kMomentBlockElements. `in` and `out` hold the arrays' beginnings, and may be the same.
+  using Update = void (*)(const AdamScalars& scalars, const void* gradients, float gradient_scale,
+                          const AdamState& in, const AdamState& out, int64_t begin, int64_t end,
+                          double* sums);
+  Update update[2][kMasterKernels][kMomentKernels];  // by GradientType first
+
+  /// The norm's part of Update alone, by GradientType.
+  using AddSquares = void (*)(const void* gradients, float gradient_scale, int64_t begin, int64_t end,
+                              double* sums);
+  AddSquares add_squares[2];
+
+  /// How many of the scaled gradients are infinite or NaN, by GradientType.
+  using CountNonFinite = int64_t (*)(const void* gradients, float gradient_scale, int64_t begin, int64_t end);
+  CountNonFinite count_non_finite[2];
+
+  void (*split)(const float* master, uint16_t* weights, int16_t* remainder, int64_t count);
+  void (*join)(const uint16_t* weights, const int16_t* remainder, float* master, int64_t count);
+  /// Of `count` elements from the beginning of a moment block on; the second moment itself, not its root.
+  void (*decode[2])(const uint8_t* codes, const float* scales, float* moments, int64_t count);
+  /// a += d, b += d, c += d: the memory's own speed for the update's pattern of reads and writes.
+  void (*read_modify_write)(float* a, float* b, float* c, const float* d, int64_t count);
 };
 
 extern const AdamKernels kPortableKernels;

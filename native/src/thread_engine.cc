@@ -57,7 +57,7 @@ class ThreadEngine : public IoEngine {
     ~Workers() { Close(); }
 
     void Start(int count) {
-      StartThreads(count, [this] { Work(); }, threads_);
+      StartThreads(count, [this](int) { Work(); }, threads_);
     }
 
     void CheckOpen() const {

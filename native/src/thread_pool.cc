@@ -12,26 +12,29 @@
 #include <thread>
 #include <vector>
 
+#include "lohan/topology.h"
 #include "threads.h"
 
 namespace lohan {
 namespace {
 
-int CpusInAffinityMask() {
-  // The fixed-size set holds 1,024 CPUs; a larger machine makes the call fail, and the count is a fallback.
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-}
-
-int CountOfThreads(int threads) {
+int CountOfThreads(int threads, const std::vector<Cpu>& cpus) {
   if (threads < 0 || threads > 1024) {
     throw std::invalid_argument("threads is " + std::to_string(threads) +
                                 "; allowed are 1 to 1024, or 0 for one per CPU");
   }
-  return threads == 0 ? CpusInAffinityMask() : threads;
+  if (threads > 0) return threads;
+  // Without a mask (more CPUs than it holds) the count is a fallback.
+  return cpus.empty() ? std::max(1, static_cast<int>(std::thread::hardware_concurrency()))
+                      : static_cast<int>(cpus.size());
 }
+
+/// The next index of one worker's share. Alone in its cache line: its owner counts on it without disturbing
+/// others.
+struct alignas(64) Share {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+};
 
 }  // namespace
 
@@ -46,16 +49,25 @@ class ThreadPool::Workers {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  void Start(int count) {
-    StartThreads(count, [this] { Work(); }, threads_);
+  /// Pins worker i to cpus[i]; none is pinned when there are no CPUs.
+  void Start(int count, std::vector<Cpu> cpus) {
+    cpus_ = std::move(cpus);
+    shares_ = std::vector<Share>(static_cast<size_t>(count));
+    StartThreads(count, [this](int index) { Work(static_cast<size_t>(index)); }, threads_);
   }
 
   void Run(int64_t count, const std::function<void(int64_t)>& task) {
     std::lock_guard turn(turn_);
     std::unique_lock lock(mutex_);
     task_ = &task;
-    count_ = count;
-    next_.store(0);
+    const auto workers = static_cast<int64_t>(shares_.size());
+    for (int64_t i = 0; i < workers; ++i) {
+      // count * i could overflow; the remainder goes to the first shares.
+      Share& share = shares_[static_cast<size_t>(i)];
+      const int64_t begin = count / workers * i + std::min(i, count % workers);
+      share.next.store(begin);
+      share.end = begin + count / workers + (i < count % workers ? 1 : 0);
+    }
     failure_ = nullptr;
     active_ = threads_.size();
     ++generation_;
@@ -66,7 +78,18 @@ class ThreadPool::Workers {
   }
 
  private:
-  void Work() {
+  void Pin(size_t index) const {
+    if (index >= cpus_.size()) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpus_[index].number, &set);
+    // Advice: a CPU may have been taken from the process since its mask was read, and work runs elsewhere as
+    // well.
+    sched_setaffinity(0, sizeof(set), &set);
+  }
+
+  void Work(size_t index) {
+    Pin(index);
     int64_t seen = 0;
     std::unique_lock lock(mutex_);
     while (true) {
@@ -74,18 +97,26 @@ class ThreadPool::Workers {
       if (stopping_) return;
       seen = generation_;
       const auto& task = *task_;
-      const int64_t count = count_;
       lock.unlock();
       std::exception_ptr failure;
       try {
-        for (int64_t index = next_.fetch_add(1); index < count; index = next_.fetch_add(1)) task(index);
+        RunShares(index, task);
       } catch (...) {
         failure = std::current_exception();
-        next_.store(count);
+        for (Share& share : shares_) share.next.store(share.end);
       }
       lock.lock();
       if (failure && !failure_) failure_ = std::move(failure);
       if (--active_ == 0) finished_.notify_one();
+    }
+  }
+
+  void RunShares(size_t own, const std::function<void(int64_t)>& task) {
+    for (size_t turn = 0; turn < shares_.size(); ++turn) {
+      Share& share = shares_[(own + turn) % shares_.size()];
+      if (share.next.load() >= share.end) continue;  // without writing to another worker's cache line
+      for (int64_t index = share.next.fetch_add(1); index < share.end; index = share.next.fetch_add(1))
+        task(index);
     }
   }
 
@@ -96,16 +127,18 @@ class ThreadPool::Workers {
   bool stopping_ = false;
   int64_t generation_ = 0;
   const std::function<void(int64_t)>* task_ = nullptr;
-  int64_t count_ = 0;
   size_t active_ = 0;
   std::exception_ptr failure_;
-  std::atomic<int64_t> next_{0};
+  std::vector<Cpu> cpus_;
+  std::vector<Share> shares_;
   std::vector<std::thread> threads_;
 };
 
-ThreadPool::ThreadPool(int threads)
-    : threads_(CountOfThreads(threads)), workers_(std::make_unique<Workers>()) {
-  workers_->Start(threads_);
+ThreadPool::ThreadPool(int threads, Affinity affinity) : workers_(std::make_unique<Workers>()) {
+  const std::vector<Cpu> allowed = AllowedCpus();
+  threads_ = CountOfThreads(threads, allowed);
+  workers_->Start(threads_,
+                  affinity == Affinity::kPinned ? ChooseCpus(allowed, threads_) : std::vector<Cpu>{});
 }
 
 ThreadPool::~ThreadPool() {

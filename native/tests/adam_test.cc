@@ -9,102 +9,13 @@
 #include <stdexcept>
 #include <vector>
 
-#include "adam_kernels.h"
+#include "adam_reference.h"
 #include "check.h"
 
 namespace lohan {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-uint32_t BitsOf(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-float Canonical(float value) { return std::isnan(value) ? FromBits(0x7FC00000) : value; }
-
-uint16_t ToBfloat16(float value) {
-  if (std::isnan(value)) return 0x7FC0;
-  const uint32_t bits = BitsOf(value);
-  const uint32_t low = bits & 0xFFFF;
-  uint32_t high = bits >> 16;
-  if (low > 0x8000 || (low == 0x8000 && (high & 1) == 1)) ++high;
-  return static_cast<uint16_t>(high);
-}
-
-struct Arrays {
-  std::vector<float> gradients, master, first, second;
-  std::vector<uint16_t> gradients16, weights;
-
-  Arrays(int64_t length, uint32_t seed) {
-    std::mt19937 generator(seed);
-    std::normal_distribution<float> normal;
-    for (int64_t i = 0; i < length; ++i) {
-      gradients.push_back(normal(generator));
-      gradients16.push_back(ToBfloat16(normal(generator)));
-      master.push_back(normal(generator));
-      first.push_back(0.1f * normal(generator));
-      second.push_back(std::abs(0.01f * normal(generator)));
-      weights.push_back(0x1234);
-    }
-  }
-
-  AdamState State() { return {master.data(), first.data(), second.data(), weights.data()}; }
-  GradientArray Float32() const {
-    return {gradients.data(), GradientType::kFloat32, static_cast<int64_t>(gradients.size())};
-  }
-  GradientArray Bfloat16() const {
-    return {gradients16.data(), GradientType::kBfloat16, static_cast<int64_t>(gradients16.size())};
-  }
-};
-
-/// Bitwise: NaN equals itself, -0 does not equal 0.
-template <typename T>
-bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
-}
-
-bool SameBits(const Arrays& a, const Arrays& b) {
-  return SameBits(a.master, b.master) && SameBits(a.first, b.first) && SameBits(a.second, b.second) &&
-         SameBits(a.weights, b.weights);
-}
-
-float GradientAt(const GradientArray& gradients, int64_t i, float scale) {
-  if (gradients.type == GradientType::kFloat32) {
-    return Canonical(static_cast<const float*>(gradients.data)[i] * scale);
-  }
-  return Canonical(FromBits(static_cast<uint32_t>(static_cast<const uint16_t*>(gradients.data)[i]) << 16) *
-                   scale);
-}
-
-void ReferenceUpdate(const AdamSegment& s, const GradientArray& gradients, Arrays& arrays, float scale) {
-  const double first_correction = 1.0 - std::pow(s.beta1, static_cast<double>(s.step));
-  const double second_correction = 1.0 - std::pow(s.beta2, static_cast<double>(s.step));
-  for (int64_t k = s.offset; k < s.offset + s.length; ++k) {
-    const auto i = static_cast<size_t>(k);
-    const float g = GradientAt(gradients, k, scale);
-    float p = arrays.master[i] * static_cast<float>(1.0 - s.learning_rate * s.weight_decay);
-    const float m = arrays.first[i] + static_cast<float>(1.0 - s.beta1) * (g - arrays.first[i]);
-    const float v =
-        static_cast<float>(s.beta2) * arrays.second[i] + static_cast<float>(1.0 - s.beta2) * (g * g);
-    const float denominator =
-        std::sqrt(v) / static_cast<float>(std::sqrt(second_correction)) + static_cast<float>(s.epsilon);
-    p = p - static_cast<float>(s.learning_rate / first_correction) * (m / denominator);
-    arrays.master[i] = Canonical(p);
-    arrays.first[i] = Canonical(m);
-    arrays.second[i] = Canonical(v);
-    arrays.weights[i] = ToBfloat16(arrays.master[i]);
-  }
-}
+using namespace test;
 
 /// The documented tree, summed the long way over gradients that are zero outside the segments.
 UpdateResult ReferenceNorm(const std::vector<AdamSegment>& segments, const GradientArray& gradients,
@@ -138,30 +49,52 @@ UpdateResult ReferenceNorm(const std::vector<AdamSegment>& segments, const Gradi
   return result;
 }
 
-void CheckAgainstReference(const std::vector<AdamSegment>& segments, int64_t length, double scale,
-                           bool bfloat16, ThreadPool& pool, const Arrays& start) {
+struct Form {
+  Master master;
+  Moments moments;
+};
+
+constexpr Form kForms[] = {
+    {Master::kFloat32, Moments::kFloat32}, {Master::kFloat32WithWeights, Moments::kFloat32},
+    {Master::kSplit, Moments::kFloat32},   {Master::kFloat32, Moments::kEightBit},
+    {Master::kSplit, Moments::kEightBit},  {Master::kFloat32WithWeights, Moments::kEightBit}};
+
+bool SameNorm(const UpdateResult& a, const UpdateResult& b) {
+  const bool both_nan = std::isnan(a.squared_norm) && std::isnan(b.squared_norm);
+  return (both_nan || a.squared_norm == b.squared_norm) && a.non_finite == b.non_finite;
+}
+
+void CheckAgainstReference(const Form& form, const std::vector<AdamSegment>& segments, int64_t length,
+                           double scale, GradientType type, ThreadPool& pool, const Arrays& start) {
   Arrays expected = start;
-  const auto gradients_of = [&](const Arrays& arrays) {
-    return bfloat16 ? arrays.Bfloat16() : arrays.Float32();
-  };
   for (const AdamSegment& segment : segments) {
-    ReferenceUpdate(segment, gradients_of(start), expected, static_cast<float>(scale));
+    Reference(segment, start.Gradients(type), expected, static_cast<float>(scale), form.master, form.moments)
+        .Run();
   }
-  const UpdateResult norm = ReferenceNorm(segments, gradients_of(start), static_cast<float>(scale));
+  const UpdateResult norm = ReferenceNorm(segments, start.Gradients(type), static_cast<float>(scale));
   for (const InstructionSet set : AvailableInstructionSets()) {
-    Arrays actual = start;
-    const UpdateResult result = AdamwUpdate(segments, gradients_of(start), actual.State(), scale, pool, set);
-    CHECK(SameBits(actual, expected));
-    CHECK_EQUAL(result.non_finite, norm.non_finite);
-    if (std::isnan(norm.squared_norm)) {
-      CHECK(std::isnan(result.squared_norm));
-    } else {
-      CHECK_EQUAL(result.squared_norm, norm.squared_norm);
-    }
+    Arrays in_place = start;
+    const AdamState state = in_place.State(form.master, form.moments);
+    CHECK(SameNorm(AdamwUpdate(segments, start.Gradients(type), state, state, scale, pool, set), norm));
+    CHECK(SameBits(in_place, expected));
+    // Out of place: the old state stays, and the new one holds what it held outside the segments.
+    Arrays old = start, fresh = start;
+    CHECK(SameNorm(AdamwUpdate(segments, start.Gradients(type), old.State(form.master, form.moments),
+                               fresh.State(form.master, form.moments), scale, pool, set),
+                   norm));
+    CHECK(SameBits(old, start));
+    CHECK(SameBits(fresh, expected));
     if (segments.size() == 1 && segments[0].length == length) {
-      const UpdateResult alone = GradientNorm(gradients_of(start), scale, pool, set);
-      CHECK(std::memcmp(&alone.squared_norm, &result.squared_norm, sizeof(double)) == 0);
-      CHECK_EQUAL(alone.non_finite, result.non_finite);
+      CHECK(SameNorm(GradientNorm(start.Gradients(type), scale, pool, set), norm));
+    }
+  }
+}
+
+void CheckEveryForm(const std::vector<AdamSegment>& segments, int64_t length, double scale, ThreadPool& pool,
+                    const Arrays& start) {
+  for (const Form& form : kForms) {
+    for (const GradientType type : {GradientType::kFloat32, GradientType::kBfloat16}) {
+      CheckAgainstReference(form, segments, length, scale, type, pool, start);
     }
   }
 }
@@ -186,6 +119,10 @@ TEST(EveryLengthAroundVectorBlockAndTaskWidths) {
                                  31,
                                  33,
                                  100,
+                                 255,
+                                 256,
+                                 257,
+                                 300,
                                  2047,
                                  2048,
                                  2049,
@@ -197,9 +134,7 @@ TEST(EveryLengthAroundVectorBlockAndTaskWidths) {
                                  2048 * 16 + 1,
                                  2048 * 35 + 5}) {
       const Arrays start(length, static_cast<uint32_t>(length));
-      for (const bool bfloat16 : {false, true}) {
-        CheckAgainstReference({Segment(0, length)}, length, 0.37, bfloat16, pool, start);
-      }
+      CheckEveryForm({Segment(0, length)}, length, 0.37, pool, start);
     }
   }
 }
@@ -215,8 +150,23 @@ TEST(SegmentsKeepTheirOwnStepAndLeaveTheRestAlone) {
                                              {2100, 2000, 0.0, 0.0, 0.0, 0.0, 0.0, 1},
                                              Segment(4101, 0),
                                              Segment(length - 3, 3, 7)};
-  CheckAgainstReference(segments, length, 1.0, false, pool, start);
-  CheckAgainstReference(segments, length, 1.0, true, pool, start);
+  for (const Form& form : kForms) {
+    if (form.moments == Moments::kEightBit) continue;  // these segments share blocks
+    CheckAgainstReference(form, segments, length, 1.0, GradientType::kFloat32, pool, start);
+    CheckAgainstReference(form, segments, length, 1.0, GradientType::kBfloat16, pool, start);
+  }
+}
+
+TEST(SegmentsThatOwnTheirBlocks) {
+  ThreadPool pool(2);
+  const int64_t length = 5 * 2048 + 300;
+  const Arrays start(length, 15);
+  CheckEveryForm({Segment(2048, 256, 4),
+                  Segment(0, 100, 1),
+                  {256, 1500, 1e-3, 0.8, 0.95, 1e-6, 0.0, 9},
+                  Segment(2304, 7900),
+                  Segment(length - length % 256, length % 256, 7)},
+                 length, 1.0, pool, start);
 }
 
 TEST(TheNormDoesNotDependOnHowTheElementsAreCut) {
@@ -226,9 +176,10 @@ TEST(TheNormDoesNotDependOnHowTheElementsAreCut) {
   const double whole = GradientNorm(start.Float32(), 1.0, pool, InstructionSet::kAuto).squared_norm;
   for (const int64_t cut : {1, 17, 2048, 5000, 9999}) {
     Arrays arrays = start;
+    const AdamState state = arrays.State(Master::kFloat32, Moments::kFloat32);
     const std::vector<AdamSegment> segments = {Segment(cut, length - cut), Segment(0, cut)};
     CHECK_EQUAL(
-        AdamwUpdate(segments, start.Float32(), arrays.State(), 1.0, pool, InstructionSet::kAuto).squared_norm,
+        AdamwUpdate(segments, start.Float32(), state, state, 1.0, pool, InstructionSet::kAuto).squared_norm,
         whole);
   }
 }
@@ -265,10 +216,14 @@ TEST(SpecialValues) {
     start.first[at + 1] = b;
     start.gradients[at + 2] = a;
     start.second[at + 2] = b;
+    SplitOf(b, start.weights[at], start.remainder[at]);
   }
+  // Scales that make a block zero, infinite and NaN.
+  start.first_scales[0] = 0.0f;
+  start.first_scales[1] = kNan;
+  start.second_scales[2] = kInfinity;
   for (const double scale : {1.0, 3.0, 0.0}) {
-    CheckAgainstReference({Segment(0, length, 1)}, length, scale, false, pool, start);
-    CheckAgainstReference({Segment(0, length, 1)}, length, scale, true, pool, start);
+    CheckEveryForm({Segment(0, length, 1)}, length, scale, pool, start);
   }
 }
 
@@ -283,7 +238,8 @@ TEST(BfloatRoundingOfEveryUpperHalfAroundItsTie) {
       // seen.
       for (auto* zeros : {&arrays.gradients, &arrays.first, &arrays.second}) zeros->assign(0x10000, 0.0f);
       const AdamSegment still{0, 0x10000, 0.0, 0.9, 0.999, 1e-8, 0.0, 1};
-      AdamwUpdate(std::vector{still}, arrays.Float32(), arrays.State(), 1.0, pool, set);
+      const AdamState state = arrays.State(Master::kFloat32WithWeights, Moments::kFloat32);
+      AdamwUpdate(std::vector{still}, arrays.Float32(), state, state, 1.0, pool, set);
       for (size_t i = 0; i < before.size(); ++i) CHECK_EQUAL(arrays.weights[i], ToBfloat16(before[i]));
     }
   }
@@ -291,19 +247,24 @@ TEST(BfloatRoundingOfEveryUpperHalfAroundItsTie) {
 
 TEST(ResultsDoNotDependOnTheCallersFloatMode) {
   const Arrays start(5000, 8);
-  Arrays expected = start;
-  ThreadPool plain(1);
-  AdamwUpdate(std::vector{Segment(0, 5000)}, start.Float32(), expected.State(), 1e-40, plain,
-              InstructionSet::kAuto);
-  std::fesetround(FE_UPWARD);
-  Arrays actual = start;
-  {
-    ThreadPool inherits(2);
-    AdamwUpdate(std::vector{Segment(0, 5000)}, start.Float32(), actual.State(), 1e-40, inherits,
-                InstructionSet::kAuto);
+  for (const Form& form : kForms) {
+    const auto update = [&](Arrays& arrays, ThreadPool& pool) {
+      const AdamState state = arrays.State(form.master, form.moments);
+      AdamwUpdate(std::vector{Segment(0, 5000)}, start.Float32(), state, state, 1e-40, pool,
+                  InstructionSet::kAuto);
+    };
+    Arrays expected = start;
+    ThreadPool plain(1);
+    update(expected, plain);
+    std::fesetround(FE_UPWARD);
+    Arrays actual = start;
+    {
+      ThreadPool inherits(2);
+      update(actual, inherits);
+    }
+    std::fesetround(FE_TONEAREST);
+    CHECK(SameBits(actual, expected));
   }
-  std::fesetround(FE_TONEAREST);
-  CHECK(SameBits(actual, expected));
 }
 
 TEST(BadSegmentsAreRefusedBeforeAnythingChanges) {
@@ -311,7 +272,8 @@ TEST(BadSegmentsAreRefusedBeforeAnythingChanges) {
   const Arrays start(100, 9);
   Arrays arrays = start;
   const auto update = [&](std::vector<AdamSegment> segments, double scale = 1.0) {
-    AdamwUpdate(segments, start.Float32(), arrays.State(), scale, pool, InstructionSet::kAuto);
+    const AdamState state = arrays.State(Master::kFloat32, Moments::kFloat32);
+    AdamwUpdate(segments, start.Float32(), state, state, scale, pool, InstructionSet::kAuto);
   };
   CHECK_THROWS(std::invalid_argument, "offset is -1", update({Segment(-1, 5)}));
   CHECK_THROWS(std::invalid_argument, "length is -5", update({Segment(0, -5)}));
@@ -329,6 +291,34 @@ TEST(BadSegmentsAreRefusedBeforeAnythingChanges) {
   CHECK_THROWS(std::invalid_argument, "gradient_scale", update({Segment(0, 10)}, kNan));
   CHECK_THROWS(std::invalid_argument, "gradient_scale", update({Segment(0, 10)}, 1e300));
   CHECK(SameBits(arrays, start));
+}
+
+TEST(ArraysThatMakeNoStateAreRefused) {
+  ThreadPool pool(1);
+  Arrays arrays(600, 10);
+  const auto update = [&](const AdamState& in, const AdamState& out, std::vector<AdamSegment> segments = {}) {
+    AdamwUpdate(segments, arrays.Float32(), in, out, 1.0, pool, InstructionSet::kAuto);
+  };
+  const AdamState whole = arrays.State(Master::kFloat32, Moments::kFloat32);
+  const AdamState split = arrays.State(Master::kSplit, Moments::kFloat32);
+  const AdamState coded = arrays.State(Master::kFloat32, Moments::kEightBit);
+  CHECK_THROWS(std::invalid_argument, "form of their master", update(whole, split));
+  CHECK_THROWS(std::invalid_argument, "form of their moments", update(whole, coded));
+  AdamState bad = split;
+  bad.remainder = nullptr;
+  CHECK_THROWS(std::invalid_argument, "weights and remainder", update(bad, bad));
+  bad = whole;
+  bad.remainder = arrays.remainder.data();
+  CHECK_THROWS(std::invalid_argument, "not both", update(bad, bad));
+  bad = whole;
+  bad.second_moment = nullptr;
+  CHECK_THROWS(std::invalid_argument, "both moments", update(bad, bad));
+  bad = coded;
+  bad.second_scales = nullptr;
+  CHECK_THROWS(std::invalid_argument, "scales", update(bad, bad));
+  CHECK_THROWS(std::invalid_argument, "multiple of 256", update(coded, coded, {Segment(1, 5)}));
+  CHECK_THROWS(std::invalid_argument, "past the last block",
+               update(coded, coded, {Segment(0, 256), Segment(256, 10), Segment(512, 2), Segment(300, 5)}));
 }
 
 }  // namespace

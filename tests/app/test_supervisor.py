@@ -175,11 +175,12 @@ def test_a_trainer_that_still_imports_is_adopted_too(settings: Settings, engine:
 
 
 def test_a_run_that_ended_while_nobody_watched_is_judged(settings: Settings, engine: Engine) -> None:
-    run_id = make_run(settings, engine, state=RunState.STARTING, steps=5, script={"step_seconds": 0.05})
+    run_id = make_run(settings, engine, state=RunState.STARTING, steps=5, script={"hold_at_step": 3})
     first = start(settings, run_id)
     wait_for_step(engine, run_id)
     first.kill()
     first.wait()
+    (settings.run_folder(run_id) / "go").touch()
     wait_until(lambda: not commands_of(settings.data_dir, "scripted_trainer"), what="the trainer's end")
     assert read_run(engine, run_id).state is RunState.RUNNING
     supervise(settings, run_id)

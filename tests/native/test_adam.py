@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from lohan._native import AdamSegment, InstructionSet, ThreadPool, adamw_update, available_instruction_sets, gradient_norm
+from lohan._native import AdamSegment, AdamState, InstructionSet, ThreadPool, adamw_update, available_instruction_sets, gradient_norm
 
 UNIT_ROUNDOFF = 2.0**-24
 HYPER = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1}
@@ -49,7 +49,11 @@ class States:
         return copy
 
     def update(self, segments: list[AdamSegment], pool: ThreadPool, **options: object):
-        return adamw_update(segments, self.gradients, self.master, self.first, self.second, self.weights, pool=pool, **options)
+        return adamw_update(segments, self.gradients, self.state(), pool=pool, **options)
+
+    def state(self, *, copy_out: bool = True) -> AdamState:
+        weights = self.weights if copy_out else None
+        return AdamState(master=self.master, weights=weights, first_moment=self.first, second_moment=self.second)
 
     def bits(self) -> bytes:
         return b"".join(
@@ -85,7 +89,7 @@ def error_bounds(states: States, gradients: torch.Tensor, step: int, exact: tupl
 
     With u = 2^-24: the difference g - m, the weight 1 - beta1 and their product each round once, and so does the sum, so
     |dm| <= u |m'| + 3u |w (g - m)|. Both terms of v are positive and round at most three times before the sum: |dv| <= 4u v'.
-    sqrt halves that and rounds (3u), the correction and the division add 2u, epsilon and its sum 1u: the denominator is good to 6u.
+    sqrt halves that and rounds (3u), the correction's inverse and its product add 2u, epsilon and its sum 1u: it is good to 6u.
     The quotient then carries |dm| / denominator + 7u |q|; the step size and its product add 2u, the decay 2u |p|, the difference u |p'|.
     """
     u = UNIT_ROUNDOFF
@@ -232,7 +236,7 @@ def test_bfloat16_gradients_equal_the_same_values_in_fp32(pool):
 def test_without_a_copy_out_the_states_are_the_same(pool):
     with_copy, without = States(3_000), States(3_000)
     with_copy.update([segment(0, 3_000)], pool)
-    adamw_update([segment(0, 3_000)], without.gradients, without.master, without.first, without.second, pool=pool)
+    adamw_update([segment(0, 3_000)], without.gradients, without.state(copy_out=False), pool=pool)
     assert torch.equal(with_copy.master, without.master)
 
 

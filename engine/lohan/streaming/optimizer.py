@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan._native import AdamSegment, ThreadPool, adamw_update, gradient_norm
+from lohan._native import AdamSegment, AdamState, ThreadPool, adamw_update, gradient_norm
 from lohan.config import Precision
 from lohan.errors import EngineError
 from lohan.states.state_store import Stream
@@ -270,15 +270,13 @@ class OptimizerWorker:
             transfer.wait()
         update, chunk, buffers = job.update, job.chunk, job.buffers
         part = slice(chunk.offset, chunk.offset + chunk.length)
-        adamw_update(
-            update.segments[chunk.index],
-            update.gradients.buffer[part],
-            buffers.master[: chunk.length],
-            buffers.first_moment[: chunk.length],
-            buffers.second_moment[: chunk.length],
-            None if buffers.weights is None else buffers.weights[: chunk.length],
-            pool=self._pool,
+        state = AdamState(
+            master=buffers.master[: chunk.length],
+            weights=None if buffers.weights is None else buffers.weights[: chunk.length],
+            first_moment=buffers.first_moment[: chunk.length],
+            second_moment=buffers.second_moment[: chunk.length],
         )
+        adamw_update(update.segments[chunk.index], update.gradients.buffer[part], state, pool=self._pool)
         update.unread_chunks -= 1
         if update.unread_chunks == 0:
             self._give_back(update.gradients)

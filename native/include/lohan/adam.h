@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "lohan/adam_state.h"
 #include "lohan/thread_pool.h"
 
 namespace lohan {
@@ -31,24 +32,6 @@ struct AdamSegment {
   void Validate() const;
 };
 
-enum class GradientType { kFloat32, kBfloat16 };
-
-/// `length` gradients; bfloat16 values are held as their 16 bits.
-struct GradientArray {
-  const void* data = nullptr;
-  GradientType type = GradientType::kFloat32;
-  int64_t length = 0;
-};
-
-/// The state arrays of an update, each as long as its gradients. All arrays are aligned to their element
-/// size and none overlaps another.
-struct AdamState {
-  float* master = nullptr;
-  float* first_moment = nullptr;
-  float* second_moment = nullptr;
-  uint16_t* weights_out = nullptr;  // bfloat16 copy of the new master, or null
-};
-
 /// Norm of the scaled gradients seen by a pass. The sum is in double over a tree that is fixed by element
 /// index alone: blocks of 2,048 elements, 16 interleaved lanes in each, then neighbours in pairs. It does not
 /// depend on threads, instruction set, alignment or how the elements are cut into segments.
@@ -57,19 +40,43 @@ struct UpdateResult {
   int64_t non_finite = 0;   // elements that are infinite or NaN after scaling
 };
 
-/// One step of AdamW, computed as torch.optim.AdamW does (decoupled decay, fp32 states, multiply then add
-/// without contraction):
+/// One step of AdamW (Loshchilov & Hutter, arXiv:1711.05101), computed as torch.optim.AdamW does: decoupled
+/// decay, multiply then add without contraction, with g = scale * gradient:
 ///   p *= 1 - lr * wd;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
-///   p -= lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + epsilon),   g = scale * gradient
-/// Elements outside all segments are not touched and count to nothing. NaN results are stored as 0x7FC00000
-/// (bfloat16: 0x7FC0). Thread-safe on disjoint arrays. Throws std::invalid_argument for segments that
-/// overlap, leave the arrays or hold bad values, and for an instruction set the processor lacks.
+///   p -= lr / (1 - beta1^step) * m / (sqrt(v) * (1 / sqrt(1 - beta2^step)) + epsilon)
+/// (torch divides by the correction; the product with its rounded inverse has the same error bound and one
+/// division less.) Reads `in` and writes `out`, which is either `in` itself or shares no memory with it. With
+/// 8-bit moments the update uses the new moments before they are coded.
+///
+/// Elements outside all segments are neither read nor written and count to nothing. With 8-bit moments a
+/// segment owns the moment blocks it touches: it begins at a multiple of kMomentBlockElements, and no other
+/// segment begins in its last block. NaN results are stored as 0x7FC00000 (bfloat16: 0x7FC0).
+///
+/// Bitwise the same for any instruction set and number of threads. Thread-safe on disjoint arrays. Throws
+/// std::invalid_argument for segments that overlap, leave the arrays or hold bad values, for states whose
+/// arrays do not make one of AdamState's forms or differ in form, and for an instruction set the processor
+/// lacks.
 UpdateResult AdamwUpdate(std::span<const AdamSegment> segments, const GradientArray& gradients,
-                         const AdamState& state, double gradient_scale, ThreadPool& pool,
+                         const AdamState& in, const AdamState& out, double gradient_scale, ThreadPool& pool,
                          InstructionSet instruction_set);
 
 /// The norm alone, over all gradients: equal to AdamwUpdate's when its segments cover the arrays.
 UpdateResult GradientNorm(const GradientArray& gradients, double gradient_scale, ThreadPool& pool,
                           InstructionSet instruction_set);
+
+/// fp32 values to the split form of AdamState and back; lossless but for the bits of NaN.
+void SplitMaster(const float* master, uint16_t* weights, int16_t* remainder, int64_t length, ThreadPool& pool,
+                 InstructionSet instruction_set);
+void JoinMaster(const uint16_t* weights, const int16_t* remainder, float* master, int64_t length,
+                ThreadPool& pool, InstructionSet instruction_set);
+
+/// The values that 8-bit codes stand for; for kSecond the second moment itself.
+void DecodeMoment(MomentCode code, const uint8_t* codes, const float* scales, float* moments, int64_t length,
+                  ThreadPool& pool, InstructionSet instruction_set);
+
+/// a += d, b += d, c += d: 28 bytes of traffic an element in the update's own pattern, three streams read and
+/// written and one read. What a machine reaches here is what an update of fp32 states can reach.
+void ReadModifyWrite(float* a, float* b, float* c, const float* d, int64_t length, ThreadPool& pool,
+                     InstructionSet instruction_set);
 
 }  // namespace lohan

@@ -1,0 +1,263 @@
+// AdamW written the long way, one element at a time, and the arrays to run it on.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "dynamic_code.h"
+#include "lohan/adam.h"
+
+namespace lohan::test {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+inline uint32_t BitsOf(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+inline float FromBits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+inline float Canonical(float value) { return std::isnan(value) ? FromBits(0x7FC00000) : value; }
+
+inline uint16_t ToBfloat16(float value) {
+  if (std::isnan(value)) return 0x7FC0;
+  const uint32_t bits = BitsOf(value);
+  const uint32_t low = bits & 0xFFFF;
+  uint32_t high = bits >> 16;
+  if (low > 0x8000 || (low == 0x8000 && (high & 1) == 1)) ++high;
+  return static_cast<uint16_t>(high);
+}
+
+/// The split form: the nearest bfloat16, ties away from zero, and the signed distance to it in units of the
+/// fp32 value's last place.
+inline void SplitOf(float value, uint16_t& weights, int16_t& remainder) {
+  const int64_t bits = BitsOf(Canonical(value));
+  int64_t high = bits >> 16;
+  if ((bits & 0xFFFF) >= 0x8000) ++high;
+  weights = static_cast<uint16_t>(high);
+  remainder = static_cast<int16_t>(bits - (high << 16));
+}
+
+inline float JoinOf(uint16_t weights, int16_t remainder) {
+  return FromBits(static_cast<uint32_t>((static_cast<int64_t>(weights) << 16) + remainder));
+}
+
+enum class Master { kFloat32, kFloat32WithWeights, kSplit };
+enum class Moments { kFloat32, kEightBit };
+
+/// Gradients of both types, and a state in every form; a test uses those its form calls for.
+struct Arrays {
+  std::vector<float> gradients, master, first, second, first_scales, second_scales;
+  std::vector<uint16_t> gradients16, weights;
+  std::vector<int16_t> remainder;
+  std::vector<uint8_t> first_codes, second_codes;
+
+  Arrays(int64_t length, uint32_t seed) {
+    std::mt19937 generator(seed);
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i < length; ++i) {
+      gradients.push_back(normal(generator));
+      gradients16.push_back(ToBfloat16(normal(generator)));
+      master.push_back(normal(generator));
+      first.push_back(0.1f * normal(generator));
+      second.push_back(std::abs(0.01f * normal(generator)));
+      weights.push_back(0x1234);
+      remainder.push_back(0x77);
+      first_codes.push_back(static_cast<uint8_t>(generator()));
+      second_codes.push_back(static_cast<uint8_t>(generator()));
+    }
+    for (int64_t block = 0; block * kMomentBlockElements < length; ++block) {
+      first_scales.push_back(0.3f * std::abs(normal(generator)));
+      second_scales.push_back(0.1f * std::abs(normal(generator)));
+    }
+  }
+
+  AdamState State(Master master_form, Moments moments) {
+    AdamState state;
+    if (master_form != Master::kSplit) state.master = master.data();
+    if (master_form != Master::kFloat32) state.weights = weights.data();
+    if (master_form == Master::kSplit) state.remainder = remainder.data();
+    if (moments == Moments::kFloat32) {
+      state.first_moment = first.data();
+      state.second_moment = second.data();
+    } else {
+      state.first_codes = first_codes.data();
+      state.second_codes = second_codes.data();
+      state.first_scales = first_scales.data();
+      state.second_scales = second_scales.data();
+    }
+    return state;
+  }
+
+  /// Makes weights and remainder the split form of master.
+  void SplitAll() {
+    for (size_t i = 0; i < master.size(); ++i) SplitOf(master[i], weights[i], remainder[i]);
+  }
+
+  GradientArray Float32() const {
+    return {gradients.data(), GradientType::kFloat32, static_cast<int64_t>(gradients.size())};
+  }
+  GradientArray Bfloat16() const {
+    return {gradients16.data(), GradientType::kBfloat16, static_cast<int64_t>(gradients16.size())};
+  }
+  GradientArray Gradients(GradientType type) const {
+    return type == GradientType::kFloat32 ? Float32() : Bfloat16();
+  }
+};
+
+/// Bitwise: NaN equals itself, -0 does not equal 0.
+template <typename T>
+bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+
+inline bool SameBits(const Arrays& a, const Arrays& b) {
+  return SameBits(a.master, b.master) && SameBits(a.first, b.first) && SameBits(a.second, b.second) &&
+         SameBits(a.weights, b.weights) && SameBits(a.remainder, b.remainder) &&
+         SameBits(a.first_codes, b.first_codes) && SameBits(a.second_codes, b.second_codes) &&
+         SameBits(a.first_scales, b.first_scales) && SameBits(a.second_scales, b.second_scales);
+}
+
+inline float GradientAt(const GradientArray& gradients, int64_t i, float scale) {
+  if (gradients.type == GradientType::kFloat32) return static_cast<const float*>(gradients.data)[i] * scale;
+  return FromBits(static_cast<uint32_t>(static_cast<const uint16_t*>(gradients.data)[i]) << 16) * scale;
+}
+
+inline int LevelOf(int code) {
+  int level = 0;
+  while (code >> (level + 1) != 0) ++level;
+  return level;
+}
+
+inline float DecodeMagnitude(const DynamicCode& code, int value) {
+  if (value == 0) return 0.0f;
+  const int level = LevelOf(value);
+  return code.decode_offset[level] + code.decode_slope[level] * static_cast<float>(value);
+}
+
+inline float DecodeFirst(uint8_t code, float scale) {
+  const float magnitude = DecodeMagnitude(kSignedCode, code & 0x7F) * scale;
+  return (code & 0x80) != 0 ? FromBits(BitsOf(magnitude) | 0x80000000u) : magnitude;
+}
+
+inline int EncodeMagnitude(const DynamicCode& code, float value) {
+  if (std::isnan(value)) return 0;
+  int level = 0;
+  float end = std::ldexp(1.0f, -3 * (code.levels - 1));
+  while (value >= end) {
+    end *= 8.0f;
+    ++level;
+  }
+  return static_cast<int>(code.encode_offset[level] + code.encode_slope[level] * value);
+}
+
+struct Scale {
+  float scale, inverse;
+};
+
+inline Scale ScaleOf(const std::vector<float>& values, float top) {
+  float largest = 0.0f;
+  for (const float value : values) {
+    if (!std::isfinite(value)) return {FromBits(0x7FC00000), 0.0f};
+    largest = std::max(largest, std::abs(value));
+  }
+  if (largest < std::ldexp(1.0f, -100)) return {0.0f, 0.0f};
+  return {largest / top, top / largest};
+}
+
+/// The update of one segment. With 8-bit moments it recodes the blocks that the segment owns.
+class Reference {
+ public:
+  Reference(const AdamSegment& segment, const GradientArray& gradients, Arrays& arrays, float scale,
+            Master master, Moments moments)
+      : s_(segment),
+        gradients_(gradients),
+        arrays_(arrays),
+        scale_(scale),
+        master_(master),
+        moments_(moments) {}
+
+  void Run() {
+    const int64_t end = s_.offset + s_.length;
+    if (moments_ == Moments::kFloat32) {
+      for (int64_t i = s_.offset; i < end; ++i) {
+        const auto at = static_cast<size_t>(i);
+        Advance(i, arrays_.first[at], arrays_.second[at]);
+        arrays_.first[at] = first_;
+        arrays_.second[at] = second_;
+      }
+      return;
+    }
+    for (int64_t begin = s_.offset; begin < end; begin += kMomentBlockElements) {
+      RunBlock(begin, std::min(begin + kMomentBlockElements, end));
+    }
+  }
+
+ private:
+  void RunBlock(int64_t begin, int64_t end) {
+    const auto block = static_cast<size_t>(begin / kMomentBlockElements);
+    std::vector<float> firsts, roots;
+    for (int64_t i = begin; i < end; ++i) {
+      const auto at = static_cast<size_t>(i);
+      const float root =
+          DecodeMagnitude(kUnsignedCode, arrays_.second_codes[at]) * arrays_.second_scales[block];
+      Advance(i, DecodeFirst(arrays_.first_codes[at], arrays_.first_scales[block]), root * root);
+      firsts.push_back(first_);
+      roots.push_back(std::sqrt(second_));
+    }
+    const Scale first = ScaleOf(firsts, kSignedCode.top), second = ScaleOf(roots, kUnsignedCode.top);
+    arrays_.first_scales[block] = first.scale;
+    arrays_.second_scales[block] = second.scale;
+    for (int64_t i = begin; i < end; ++i) {
+      const auto at = static_cast<size_t>(i), from = static_cast<size_t>(i - begin);
+      const int sign = std::signbit(firsts[from]) ? 0x80 : 0;
+      const float magnitude = std::abs(firsts[from]) * first.inverse;
+      arrays_.first_codes[at] = static_cast<uint8_t>(EncodeMagnitude(kSignedCode, magnitude) | sign);
+      arrays_.second_codes[at] =
+          static_cast<uint8_t>(EncodeMagnitude(kUnsignedCode, roots[from] * second.inverse));
+    }
+  }
+
+  void Advance(int64_t i, float first, float second) {
+    const auto at = static_cast<size_t>(i);
+    const double first_correction = 1.0 - std::pow(s_.beta1, static_cast<double>(s_.step));
+    const double second_correction = 1.0 - std::pow(s_.beta2, static_cast<double>(s_.step));
+    const float g = GradientAt(gradients_, i, scale_);
+    float p =
+        master_ == Master::kSplit ? JoinOf(arrays_.weights[at], arrays_.remainder[at]) : arrays_.master[at];
+    p = p * static_cast<float>(1.0 - s_.learning_rate * s_.weight_decay);
+    first_ = Canonical(first + static_cast<float>(1.0 - s_.beta1) * (g - first));
+    second_ = Canonical(static_cast<float>(s_.beta2) * second + static_cast<float>(1.0 - s_.beta2) * (g * g));
+    const float denominator = std::sqrt(second_) * static_cast<float>(1.0 / std::sqrt(second_correction)) +
+                              static_cast<float>(s_.epsilon);
+    p = Canonical(p - static_cast<float>(s_.learning_rate / first_correction) * (first_ / denominator));
+    if (master_ == Master::kSplit) {
+      SplitOf(p, arrays_.weights[at], arrays_.remainder[at]);
+      return;
+    }
+    arrays_.master[at] = p;
+    if (master_ == Master::kFloat32WithWeights) arrays_.weights[at] = ToBfloat16(p);
+  }
+
+  const AdamSegment& s_;
+  const GradientArray gradients_;
+  Arrays& arrays_;
+  const float scale_;
+  const Master master_;
+  const Moments moments_;
+  float first_ = 0.0f, second_ = 0.0f;
+};
+
+}  // namespace lohan::test
