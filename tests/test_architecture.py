@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -230,6 +231,15 @@ def test_the_engine_rooms_have_no_cycle():
 
     for room in ENGINE_ROOMS:
         visit(room, ())
+
+
+def test_the_native_core_includes_no_streams_and_no_filesystem():
+    """PyTorch's libraries carry parts of another libstdc++: with them loaded, std::filesystem and the streams' locales have crashed."""
+    forbidden = {"filesystem", "fstream", "iostream", "sstream", "istream", "ostream", "locale", "regex", "iomanip"}
+    for folder in ("include", "src", "bindings"):
+        for path in (ROOT / "native" / folder).rglob("*.*"):
+            included = set(re.findall(r"#include <(\w+)>", path.read_text(encoding="utf-8")))
+            assert not included & forbidden, f"{path.relative_to(ROOT)}: {sorted(included & forbidden)}"
 
 
 def test_only_the_store_the_arena_and_the_optimizer_use_the_native_core():

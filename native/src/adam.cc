@@ -95,13 +95,16 @@ StateForm FormOf(const AdamState& in, const AdamState& out) {
           moments};
 }
 
-using BlockSums = std::array<double, kNormLanes>;
+using BlockSums = std::array<float, kNormSumsPerBlock>;
 
-double SumOfLanes(BlockSums& sums) {
+/// The parts' sums added up in double, in order, then the lanes in halves.
+double SumOf(const BlockSums& sums) {
+  std::array<double, kNormLanes> lanes = {};
+  for (size_t i = 0; i < sums.size(); ++i) lanes[i % kNormLanes] += static_cast<double>(sums[i]);
   for (size_t half = kNormLanes / 2; half > 0; half /= 2) {
-    for (size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+    for (size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
-  return sums[0];
+  return lanes[0];
 }
 
 /// Adds neighbours in pairs until one is left: the tree depends on the number of blocks alone.
@@ -144,16 +147,16 @@ UpdateResult RunPass(const AdamKernels& kernels, const GradientArray& gradients,
       ForPartsIn(ranges, begin, end, [&](const AdamRange& range, int64_t first, int64_t stop) {
         add(range, first, stop, sums.data());
       });
-      const double squared_norm = SumOfLanes(sums);
-      squared_norms[static_cast<size_t>(block)] = squared_norm;
-      // A finite fp32 value's square is far from the largest double: the sum is finite unless a gradient is
-      // not.
-      if (!std::isfinite(squared_norm)) {
-        ForPartsIn(ranges, begin, end, [&](const AdamRange&, int64_t first, int64_t stop) {
-          non_finite[static_cast<size_t>(task)] +=
-              kernels.count_non_finite[type](gradients.data, scale, first, stop);
-        });
-      }
+      double& squared_norm = squared_norms[static_cast<size_t>(block)];
+      squared_norm = SumOf(sums);
+      if (std::isfinite(squared_norm)) continue;
+      // A gradient is not finite, or is finite and has no square in fp32.
+      ExactNorm norm = {0.0, 0};
+      ForPartsIn(ranges, begin, end, [&](const AdamRange&, int64_t first, int64_t stop) {
+        kernels.add_exactly[type](gradients.data, scale, first, stop, &norm);
+      });
+      squared_norm = norm.squared_norm;
+      non_finite[static_cast<size_t>(task)] += norm.non_finite;
     }
   });
   UpdateResult result;
@@ -207,7 +210,7 @@ UpdateResult AdamwUpdate(std::span<const AdamSegment> segments, const GradientAr
       kernels.update[static_cast<size_t>(gradients.type)][form.master][form.moments];
   const float scale = CheckedScale(gradient_scale);
   return RunPass(kernels, gradients, scale, ranges, pool,
-                 [&](const AdamRange& range, int64_t begin, int64_t end, double* sums) {
+                 [&](const AdamRange& range, int64_t begin, int64_t end, float* sums) {
                    update(range.scalars, gradients.data, scale, in, out, begin, end, sums);
                  });
 }
@@ -220,7 +223,7 @@ UpdateResult GradientNorm(const GradientArray& gradients, double gradient_scale,
   const float scale = CheckedScale(gradient_scale);
   const std::vector<AdamRange> everything = {{0, gradients.length, {}}};
   return RunPass(kernels, gradients, scale, everything, pool,
-                 [&](const AdamRange&, int64_t begin, int64_t end, double* sums) {
+                 [&](const AdamRange&, int64_t begin, int64_t end, float* sums) {
                    add(gradients.data, scale, begin, end, sums);
                  });
 }

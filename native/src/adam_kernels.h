@@ -9,12 +9,16 @@ namespace lohan {
 
 /// Elements per block: the grain of the norm's tree, and a multiple of kMomentBlockElements.
 inline constexpr int64_t kBlockElements = 2048;
-/// Interleaved sums per block, and elements per turn of the loops; a multiple of every vector width.
+/// A block's squares are summed in fp32 in parts of this many elements, in kNormLanes interleaved sums: 16
+/// additions in each.
+inline constexpr int64_t kNormPartElements = 256;
 inline constexpr int64_t kNormLanes = 16;
+inline constexpr int64_t kNormSumsPerBlock = kBlockElements / kNormPartElements * kNormLanes;
 
 /// A segment's constants, rounded to fp32 once so that every kernel multiplies by the same bits.
 struct AdamScalars {
   float decay;                      // 1 - learning_rate * weight_decay
+  float beta1;                      //
   float first_weight;               // 1 - beta1
   float beta2;                      //
   float second_weight;              // 1 - beta2
@@ -23,26 +27,34 @@ struct AdamScalars {
   float epsilon;                    //
 };
 
+/// Sum of squares and the number of infinite or NaN elements.
+struct ExactNorm {
+  double squared_norm;
+  int64_t non_finite;
+};
+
 enum MasterKernel { kFloat32Master, kFloat32MasterWithWeights, kSplitMaster, kMasterKernels };
 enum MomentKernel { kFloat32Moments, kEightBitMoments, kMomentKernels };
 
 struct AdamKernels {
   /// Updates elements [begin, end), which lie in one block, and adds the squares of their scaled gradients to
-  /// the block's sums: element i to sum i % kNormLanes. With 8-bit moments `begin` is a multiple of
-  /// kMomentBlockElements. `in` and `out` hold the arrays' beginnings, and may be the same.
+  /// the block's kNormSumsPerBlock sums: element i to sum i % kNormLanes of its part. With 8-bit moments
+  /// `begin` is a multiple of kMomentBlockElements. `in` and `out` hold the arrays' beginnings, and may be
+  /// the same.
   using Update = void (*)(const AdamScalars& scalars, const void* gradients, float gradient_scale,
                           const AdamState& in, const AdamState& out, int64_t begin, int64_t end,
-                          double* sums);
+                          float* block_sums);
   Update update[2][kMasterKernels][kMomentKernels];  // by GradientType first
 
   /// The norm's part of Update alone, by GradientType.
   using AddSquares = void (*)(const void* gradients, float gradient_scale, int64_t begin, int64_t end,
-                              double* sums);
+                              float* block_sums);
   AddSquares add_squares[2];
 
-  /// How many of the scaled gradients are infinite or NaN, by GradientType.
-  using CountNonFinite = int64_t (*)(const void* gradients, float gradient_scale, int64_t begin, int64_t end);
-  CountNonFinite count_non_finite[2];
+  /// The slow way, one after the other in double, for blocks whose fp32 sums are not finite; by GradientType.
+  using AddExactly = void (*)(const void* gradients, float gradient_scale, int64_t begin, int64_t end,
+                              ExactNorm* norm);
+  AddExactly add_exactly[2];
 
   void (*split)(const float* master, uint16_t* weights, int16_t* remainder, int64_t count);
   void (*join)(const uint16_t* weights, const int16_t* remainder, float* master, int64_t count);

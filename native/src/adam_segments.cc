@@ -13,6 +13,7 @@ AdamScalars ScalarsOf(const AdamSegment& segment) {
   const double second_correction = 1.0 - std::pow(segment.beta2, static_cast<double>(segment.step));
   return {
       .decay = static_cast<float>(1.0 - segment.learning_rate * segment.weight_decay),
+      .beta1 = static_cast<float>(segment.beta1),
       .first_weight = static_cast<float>(1.0 - segment.beta1),
       .beta2 = static_cast<float>(segment.beta2),
       .second_weight = static_cast<float>(1.0 - segment.beta2),

@@ -2,17 +2,20 @@
 // Parallelism in Deep Learning" (arXiv:1511.04561) and "8-bit Optimizers via Block-wise Quantization"
 // (arXiv:2110.02861).
 //
-// A code's highest set bit is its level i; its lower bits choose one of the level's 2^i equal cells. Code 0
-// is zero. Large values get many cells, small ones many levels. Three choices differ from bitsandbytes:
+// A code is a number c. Its highest set bit is its level i; its lower bits choose one of the level's 2^i
+// equal cells. c = 0 is zero. Large values get many cells, small ones many levels. Three choices differ from
+// bitsandbytes:
 // - A level spans a factor of 8, not of 10. Its number then follows from a value's exponent, and the cells of
 // the
-//   top level, where most of a block lies, are 7/8 to 9/10 as wide; the lowest level ends at 5e-7 instead of
-//   1e-7.
+//   top level, where most of a block lies, are narrower; the lowest level ends at 5e-7 instead of 1e-7.
 // - The scale maps a block's largest value onto the centre of the last cell, so that it is exact with either
 //   sign; there only the positive one is.
 // - The second moment is coded by its square root, which is what the update divides by. The root needs half
 // the
 //   range, so no divisor that matters becomes zero.
+//
+// The unsigned code of a root is the byte c, of 8 levels. The signed code of a first moment is the byte 2c +
+// 1 for a negative value and 2c for others, of 7 levels.
 #pragma once
 
 #include <cstdint>
@@ -21,32 +24,57 @@ namespace lohan {
 
 struct DynamicCode {
   int levels;
+  int step;   // byte = step * c, without the sign
   float top;  // centre of the last cell: what the largest value of a block is scaled to
-  // By level, twice over, so that vectors of 8 and 16 elements load them whole.
-  float decode_offset[16];  // value = offset + slope * code
+  // value = offset + slope * byte, by the byte's exponent as a float, modulo 8. Twice over, so that vectors
+  // of 8 and of 16 elements load the tables whole.
+  float decode_offset[16];
   float decode_slope[16];
-  float encode_offset[16];  // code = floor(offset + slope * value)
+  // byte = floor(offset + slope * value) with the sign's bit cleared, by level, twice over.
+  float encode_offset[16];
   float encode_slope[16];
+  // The same by octave, three to a level from the lowest one's beginning on, for vectors that can hold all of
+  // them.
+  float octave_offset[32];
+  float octave_slope[32];
 };
 
-constexpr DynamicCode MakeDynamicCode(int levels) {
+constexpr DynamicCode MakeDynamicCode(int levels, int step) {
   DynamicCode code = {};
   code.levels = levels;
+  code.step = step;
   double end = 1.0;  // of the level
   for (int level = 1; level < levels; ++level) end /= 8.0;
   double cells = 1.0;
   for (int level = 0; level < levels; ++level) {
     const double begin = end / 8.0;
-    const double width = (end - begin) / cells;
-    // The lowest level's only cell begins halfway between zero and its centre.
-    const double encode_begin = level == 0 ? 0.5 * (begin + 0.5 * width) : begin;
-    for (int entry = level; entry < 16; entry += 8) {
-      code.decode_slope[entry] = static_cast<float>(width);
-      code.decode_offset[entry] = static_cast<float>(begin + (0.5 - cells) * width);
-      code.encode_slope[entry] = static_cast<float>(1.0 / width);
-      code.encode_offset[entry] = static_cast<float>(cells - encode_begin / width);
+    double width = (end - begin) / cells;
+    double offset = begin + (0.5 - cells) * width;  // of the values: offset + width * c
+    // Where the level's first code begins; the lowest level's only one halfway between zero and its value.
+    double encode_begin = level == 0 ? 0.5 * (begin + 0.5 * width) : begin;
+    double encode_width = width;
+    // A float's exponent is 127 + its highest bit; zero's is 0. The level that shares zero's place in the
+    // tables (level 0 of the signed code, level 1 with the codes 2 and 3 of the unsigned one) has values on a
+    // line through zero, so that the byte 0 needs no case of its own.
+    const int place = (127 + (step == 2 ? 1 : 0) + level) % 8;
+    if (place == 0) {
+      const double last = end - 0.5 * width;
+      offset = 0.0;
+      width = last / (2.0 * cells - 1.0);
+      // Codes 2 and 3 meet halfway between their values.
+      if (level == 1) encode_width = 2.5 * width - encode_begin;
     }
-    code.top = static_cast<float>(end - 0.5 * width);
+    for (int half = 0; half < 16; half += 8) {
+      code.decode_offset[half + place] = static_cast<float>(offset);
+      code.decode_slope[half + place] = static_cast<float>(width / step);
+      code.encode_offset[half + level] = static_cast<float>(step * (cells - encode_begin / encode_width));
+      code.encode_slope[half + level] = static_cast<float>(step / encode_width);
+    }
+    for (int octave = 3 * level; octave < 3 * level + 3; ++octave) {
+      code.octave_offset[octave] = code.encode_offset[level];
+      code.octave_slope[octave] = code.encode_slope[level];
+    }
+    code.top = static_cast<float>(offset + width * (2.0 * cells - 1.0));
     end *= 8.0;
     cells *= 2.0;
   }
@@ -54,8 +82,8 @@ constexpr DynamicCode MakeDynamicCode(int levels) {
 }
 
 namespace {
-constexpr DynamicCode kSignedCode = MakeDynamicCode(7);  // and a sign bit
-constexpr DynamicCode kUnsignedCode = MakeDynamicCode(8);
+constexpr DynamicCode kSignedCode = MakeDynamicCode(7, 2);
+constexpr DynamicCode kUnsignedCode = MakeDynamicCode(8, 1);
 }  // namespace
 
 }  // namespace lohan

@@ -8,39 +8,55 @@
 namespace lohan {
 namespace {
 
+/// The values of bytes without a sign, for a scale of 1.
 template <const DynamicCode& kCode>
-inline Floats Decode(Ints codes) {
-  const Floats numbers = __builtin_convertvector(codes, Floats);
-  // The exponent field is 127 + the highest set bit; LookUp takes it modulo 8.
-  const Ints level = (__builtin_bit_cast(Ints, numbers) >> 23) + 1;
-  const Floats values = LookUp(kCode.decode_offset, level) + LookUp(kCode.decode_slope, level) * numbers;
-  return codes != 0 ? values : Floats{};
+inline Floats Decode(Ints bytes) {
+  const Floats numbers = __builtin_convertvector(bytes, Floats);
+  const Ints exponent =
+      __builtin_bit_cast(Ints, numbers) >> 23;  // of which LookUp takes the lowest three bits
+  return LookUp(kCode.decode_offset, exponent) + LookUp(kCode.decode_slope, exponent) * numbers;
 }
 
-/// `values` are 0 or more and below 1; a NaN's code is 0.
+/// The bytes, with the sign's bit still to be set or cleared. `values` are 0 or more and below 1; a NaN's
+/// byte is 0.
 template <const DynamicCode& kCode>
-inline Ints Encode(Floats values) {
+inline Ints EncodeMagnitude(Floats values) {
   // Octaves above the lowest level's beginning; three make a level. n / 3 = n * 11 / 32 for n up to 23.
-  Ints octave = (__builtin_bit_cast(Ints, values) >> 23) - (127 - 3 * kCode.levels);
-  octave = octave > 0 ? octave : Ints{};
+  const Ints exponent = __builtin_bit_cast(Ints, BitsOf(values) >> 23);
+  const Ints octave = SubtractSaturating(exponent, 127 - 3 * kCode.levels);
+#if defined(__AVX512F__)
+  return Truncate(LookUp(kCode.octave_offset, octave) + LookUp(kCode.octave_slope, octave) * values);
+#else
   const Ints level = MultiplySmall(octave, 11) >> 5;
   return Truncate(LookUp(kCode.encode_offset, level) + LookUp(kCode.encode_slope, level) * values);
+#endif
 }
 
-inline Floats DecodeFirst(const uint8_t* codes, Floats scale) {
+/// First moments for a scale of 1.
+inline Floats DecodeFirst(const uint8_t* codes) {
   const Ints bytes = LoadBytes(codes);
-  const Words magnitude = BitsOf(Decode<kSignedCode>(bytes & 0x7F) * scale);
-  return FromBits(magnitude | (__builtin_bit_cast(Words, bytes & 0x80) << 24));
+  return FromBits(BitsOf(Decode<kSignedCode>(bytes & 0xFE)) | __builtin_bit_cast(Words, bytes) << 31);
 }
 
-inline Floats DecodeRoot(const uint8_t* codes, Floats scale) {
-  return Decode<kUnsignedCode>(LoadBytes(codes)) * scale;
+/// `inverse` maps the block's largest value onto the code's top.
+inline Ints EncodeFirst(Floats values, Floats inverse) {
+  // The sign is the value's own: an infinity times the inverse, zero, is a NaN of either sign.
+  const Ints sign = __builtin_bit_cast(Ints, BitsOf(values) >> 31);
+  return (EncodeMagnitude<kSignedCode>(FromBits(BitsOf(values) & 0x7FFFFFFFu) * inverse) & 0xFE) | sign;
 }
+
+/// Square roots of second moments for a scale of 1.
+inline Floats DecodeRoot(const uint8_t* codes) { return Decode<kUnsignedCode>(LoadBytes(codes)); }
+
+inline Ints EncodeRoot(Floats values, Floats inverse) {
+  return EncodeMagnitude<kUnsignedCode>(values * inverse);
+}
+
+inline Ints Larger(Ints a, Ints b) { return a > b ? a : b; }
 
 /// The larger of each lane's magnitudes as bits: NaN above infinity above every number, in any order.
 inline Ints LargerMagnitude(Ints largest, Floats values) {
-  const Ints bits = __builtin_bit_cast(Ints, values) & 0x7FFFFFFF;
-  return bits > largest ? bits : largest;
+  return Larger(largest, __builtin_bit_cast(Ints, values) & 0x7FFFFFFF);
 }
 
 struct BlockScale {

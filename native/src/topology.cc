@@ -1,13 +1,13 @@
 #include "lohan/topology.h"
 
+#include <dirent.h>
 #include <sched.h>
 
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
+#include <cstdio>
 #include <map>
+#include <memory>
 #include <optional>
-#include <system_error>
 #include <tuple>
 #include <utility>
 
@@ -15,17 +15,19 @@ namespace lohan {
 namespace {
 
 std::optional<int> ReadNumber(const std::string& path) {
-  std::ifstream file(path);
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "re"), std::fclose);
   int number = 0;
-  if (file >> number) return number;
+  if (file != nullptr && std::fscanf(file.get(), "%d", &number) == 1) return number;
   return std::nullopt;
 }
 
-/// The node whose folder stands in the CPU's own: cpu3/node1.
+/// The node whose folder stands in the CPU's own: cpu3/node1. With readdir, not std::filesystem: PyTorch's
+/// libraries carry their own copy of the latter, which the linker then takes for ours, and which crashes.
 int NodeOf(const std::string& folder) {
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
-    const std::string name = entry.path().filename().string();
+  const std::unique_ptr<DIR, int (*)(DIR*)> directory(opendir(folder.c_str()), closedir);
+  if (directory == nullptr) return 0;
+  while (const dirent* entry = readdir(directory.get())) {
+    const std::string name = entry->d_name;
     if (name.rfind("node", 0) == 0 && name.size() > 4 &&
         name.find_first_not_of("0123456789", 4) == std::string::npos) {
       return std::stoi(name.substr(4));

@@ -22,7 +22,6 @@ namespace {
 constexpr int kLanes = 16;
 // The forms with a mask are the same instructions without GCC 12's false warning of an undefined operand.
 constexpr __mmask16 kAllLanes = 0xFFFF;
-constexpr __mmask8 kAllDoubles = 0xFF;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 #else
@@ -34,9 +33,6 @@ typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 typedef int16_t SignedHalves __attribute__((vector_size(kLanes * 2)));
-// Doubles are twice as wide: half a vector of floats at a time.
-typedef float HalfFloats __attribute__((vector_size(kLanes * 2)));
-typedef double Doubles __attribute__((vector_size(kLanes * 4)));
 
 template <typename Vector, typename Element>
 inline Vector Load(const Element* source) {
@@ -89,17 +85,6 @@ inline Ints LoadHalves(const int16_t* source) {
 #endif
 }
 
-/// The lower 16 bits of each lane.
-template <typename Element>
-inline void StoreHalves(Words values, Element* target) {
-  static_assert(sizeof(Element) == 2);
-#if defined(__AVX512F__)
-  Store(_mm512_maskz_cvtepi32_epi16(kAllLanes, __builtin_bit_cast(__m512i, values)), target);
-#else
-  Store(__builtin_convertvector(values, Halves), target);
-#endif
-}
-
 /// kLanes bytes, each in its lane.
 inline Ints LoadBytes(const uint8_t* source) {
 #if defined(__AVX512F__)
@@ -114,20 +99,59 @@ inline Ints LoadBytes(const uint8_t* source) {
 #endif
 }
 
-/// The lowest byte of each lane.
-inline void StoreBytes(Ints values, uint8_t* target) {
+/// The lower 16 bits of each lane of both vectors, in order.
+template <typename Element>
+inline void StoreLowerHalves(Words first, Words second, Element* target) {
+  static_assert(sizeof(Element) == 2);
 #if defined(__AVX512F__)
-  Store(_mm512_maskz_cvtepi32_epi8(kAllLanes, __builtin_bit_cast(__m512i, values)), target);
+  typedef uint16_t AllHalves __attribute__((vector_size(64)));
+  constexpr AllHalves kEven = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                               32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  Store(__builtin_shuffle(__builtin_bit_cast(AllHalves, first), __builtin_bit_cast(AllHalves, second), kEven),
+        target);
 #elif defined(__AVX2__)
-  const __m256i words =
-      _mm256_packus_epi32(__builtin_bit_cast(__m256i, values & 0xFF), _mm256_setzero_si256());
-  const __m256i bytes =
-      _mm256_packus_epi16(words, words);  // lanes 0-3 in bytes 0-3, lanes 4-7 in bytes 16-19
-  const uint32_t low = static_cast<uint32_t>(_mm256_extract_epi32(bytes, 0));
-  const uint32_t high = static_cast<uint32_t>(_mm256_extract_epi32(bytes, 4));
-  Store(low | static_cast<uint64_t>(high) << 32, target);
+  const __m256i packed = _mm256_packus_epi32(__builtin_bit_cast(__m256i, first & 0xFFFF),
+                                             __builtin_bit_cast(__m256i, second & 0xFFFF));
+  Store(_mm256_permute4x64_epi64(packed, 0b11011000), target);  // packing works in halves of 128 bits
 #else
-  for (int lane = 0; lane < kLanes; ++lane) target[lane] = static_cast<uint8_t>(values[lane]);
+  Store(__builtin_convertvector(first, Halves), target);
+  Store(__builtin_convertvector(second, Halves), target + kLanes);
+#endif
+}
+
+/// The upper 16 bits of each lane of both vectors, in order.
+template <typename Element>
+inline void StoreUpperHalves(Words first, Words second, Element* target) {
+#if defined(__AVX512F__)
+  typedef uint16_t AllHalves __attribute__((vector_size(64)));
+  constexpr AllHalves kOdd = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                              33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  Store(__builtin_shuffle(__builtin_bit_cast(AllHalves, first), __builtin_bit_cast(AllHalves, second), kOdd),
+        target);
+#else
+  StoreLowerHalves(first >> 16, second >> 16, target);
+#endif
+}
+
+/// The lowest byte of each lane of all vectors, in order. They make 32 bytes.
+inline void StoreLowestBytes(const Ints (&values)[32 / kLanes], uint8_t* target) {
+#if defined(__AVX512F__)
+  typedef uint16_t AllHalves __attribute__((vector_size(64)));
+  constexpr AllHalves kEven = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                               32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  const AllHalves halves = __builtin_shuffle(__builtin_bit_cast(AllHalves, values[0]),
+                                             __builtin_bit_cast(AllHalves, values[1]), kEven);
+  Store(_mm512_maskz_cvtepi16_epi8(0xFFFFFFFF, __builtin_bit_cast(__m512i, halves)), target);
+#elif defined(__AVX2__)
+  __m256i bytes[4];
+  for (int i = 0; i < 4; ++i) bytes[i] = __builtin_bit_cast(__m256i, values[i] & 0xFF);
+  const __m256i packed =
+      _mm256_packus_epi16(_mm256_packus_epi32(bytes[0], bytes[1]), _mm256_packus_epi32(bytes[2], bytes[3]));
+  // Packing works in halves of 128 bits: the four bytes of vector v's lower half are now group v, of its
+  // upper one 4 + v.
+  Store(_mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)), target);
+#else
+  for (int i = 0; i < 32; ++i) target[i] = static_cast<uint8_t>(values[i / kLanes][i % kLanes]);
 #endif
 }
 
@@ -142,26 +166,27 @@ inline Floats LookUp(const float (&table)[16], Ints index) {
 #endif
 }
 
-/// The lower and the upper half of a vector, as doubles.
-inline Doubles LowerDoubles(Floats values) {
 #if defined(__AVX512F__)
-  return _mm512_maskz_cvtps_pd(kAllDoubles, __builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7));
-#elif defined(__AVX2__)
-  return _mm256_cvtps_pd(_mm256_castps256_ps128(values));
-#else
-  return __builtin_convertvector(Load<HalfFloats>(reinterpret_cast<const float*>(&values)), Doubles);
-#endif
+/// table[index[lane] % 32] in each lane.
+inline Floats LookUp(const float (&table)[32], Ints index) {
+  return __builtin_shuffle(Load<Floats>(table), Load<Floats>(table + 16), index);
 }
+#endif
 
-inline Doubles UpperDoubles(Floats values) {
+/// max(values - amount, 0) of values in [0, 65535].
+inline Ints SubtractSaturating(Ints values, uint16_t amount) {
 #if defined(__AVX512F__)
-  return _mm512_maskz_cvtps_pd(kAllDoubles,
-                               __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15));
+  return __builtin_bit_cast(
+      Ints, _mm512_subs_epu16(__builtin_bit_cast(__m512i, values), _mm512_set1_epi32(amount)));
 #elif defined(__AVX2__)
-  return _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1));
+  return __builtin_bit_cast(
+      Ints, _mm256_subs_epu16(__builtin_bit_cast(__m256i, values), _mm256_set1_epi32(amount)));
+#elif defined(__SSE2__)
+  return __builtin_bit_cast(Ints,
+                            _mm_subs_epu16(__builtin_bit_cast(__m128i, values), _mm_set1_epi32(amount)));
 #else
-  return __builtin_convertvector(Load<HalfFloats>(reinterpret_cast<const float*>(&values) + kLanes / 2),
-                                 Doubles);
+  const Ints difference = values - static_cast<int32_t>(amount);
+  return difference > 0 ? difference : Ints{};
 #endif
 }
 
@@ -196,8 +221,20 @@ inline int32_t LargestLane(Ints values) {
   return values[0];
 }
 
-// Which NaN an operation on two NaNs returns depends on operand order, which the compiler chooses: one
-// canonical NaN keeps the builds bitwise equal.
+inline bool AnyNan(Floats values) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(_mm256_cmp_ps(values, values, _CMP_UNORD_Q)) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps(_mm_cmpunord_ps(values, values)) != 0;
+#else
+  bool any = false;
+  for (int lane = 0; lane < kLanes; ++lane) any |= values[lane] != values[lane];
+  return any;
+#endif
+}
+
 inline Floats CanonicalNan(Floats values) {
   return values != values ? FromBits(BroadcastWord(0x7FC00000u)) : values;
 }

@@ -135,23 +135,18 @@ inline float GradientAt(const GradientArray& gradients, int64_t i, float scale) 
   return FromBits(static_cast<uint32_t>(static_cast<const uint16_t*>(gradients.data)[i]) << 16) * scale;
 }
 
-inline int LevelOf(int code) {
-  int level = 0;
-  while (code >> (level + 1) != 0) ++level;
-  return level;
+inline float DecodeMagnitude(const DynamicCode& code, int byte) {
+  const auto number = static_cast<float>(byte);
+  const uint32_t place = BitsOf(number) >> 23 & 7;
+  return code.decode_offset[place] + code.decode_slope[place] * number;
 }
 
-inline float DecodeMagnitude(const DynamicCode& code, int value) {
-  if (value == 0) return 0.0f;
-  const int level = LevelOf(value);
-  return code.decode_offset[level] + code.decode_slope[level] * static_cast<float>(value);
+inline float DecodeFirst(uint8_t byte) {
+  const float magnitude = DecodeMagnitude(kSignedCode, byte & 0xFE);
+  return (byte & 1) != 0 ? FromBits(BitsOf(magnitude) | 0x80000000u) : magnitude;
 }
 
-inline float DecodeFirst(uint8_t code, float scale) {
-  const float magnitude = DecodeMagnitude(kSignedCode, code & 0x7F) * scale;
-  return (code & 0x80) != 0 ? FromBits(BitsOf(magnitude) | 0x80000000u) : magnitude;
-}
-
+/// The byte of a magnitude below 1, without its sign.
 inline int EncodeMagnitude(const DynamicCode& code, float value) {
   if (std::isnan(value)) return 0;
   int level = 0;
@@ -160,7 +155,8 @@ inline int EncodeMagnitude(const DynamicCode& code, float value) {
     end *= 8.0f;
     ++level;
   }
-  return static_cast<int>(code.encode_offset[level] + code.encode_slope[level] * value);
+  const auto byte = static_cast<int>(code.encode_offset[level] + code.encode_slope[level] * value);
+  return byte - byte % code.step;
 }
 
 struct Scale {
@@ -211,9 +207,15 @@ class Reference {
     std::vector<float> firsts, roots;
     for (int64_t i = begin; i < end; ++i) {
       const auto at = static_cast<size_t>(i);
-      const float root =
-          DecodeMagnitude(kUnsignedCode, arrays_.second_codes[at]) * arrays_.second_scales[block];
-      Advance(i, DecodeFirst(arrays_.first_codes[at], arrays_.first_scales[block]), root * root);
+      const float g = GradientAt(gradients_, i, scale_);
+      const float old_root = DecodeMagnitude(kUnsignedCode, arrays_.second_codes[at]);
+      const float root_scale = arrays_.second_scales[block];
+      second_ = old_root * old_root * (static_cast<float>(s_.beta2) * (root_scale * root_scale)) +
+                static_cast<float>(1.0 - s_.beta2) * (g * g);
+      const float first_decay = static_cast<float>(s_.beta1) * arrays_.first_scales[block];
+      first_ = Canonical(DecodeFirst(arrays_.first_codes[at]) * first_decay +
+                         static_cast<float>(1.0 - s_.beta1) * g);
+      Move(at);
       firsts.push_back(first_);
       roots.push_back(std::sqrt(second_));
     }
@@ -222,7 +224,7 @@ class Reference {
     arrays_.second_scales[block] = second.scale;
     for (int64_t i = begin; i < end; ++i) {
       const auto at = static_cast<size_t>(i), from = static_cast<size_t>(i - begin);
-      const int sign = std::signbit(firsts[from]) ? 0x80 : 0;
+      const int sign = std::signbit(firsts[from]) ? 1 : 0;
       const float magnitude = std::abs(firsts[from]) * first.inverse;
       arrays_.first_codes[at] = static_cast<uint8_t>(EncodeMagnitude(kSignedCode, magnitude) | sign);
       arrays_.second_codes[at] =
@@ -231,15 +233,19 @@ class Reference {
   }
 
   void Advance(int64_t i, float first, float second) {
-    const auto at = static_cast<size_t>(i);
+    const float g = GradientAt(gradients_, i, scale_);
+    first_ = Canonical(first + static_cast<float>(1.0 - s_.beta1) * (g - first));
+    second_ = Canonical(static_cast<float>(s_.beta2) * second + static_cast<float>(1.0 - s_.beta2) * (g * g));
+    Move(static_cast<size_t>(i));
+  }
+
+  /// The master weight's step, from the new moments.
+  void Move(size_t at) {
     const double first_correction = 1.0 - std::pow(s_.beta1, static_cast<double>(s_.step));
     const double second_correction = 1.0 - std::pow(s_.beta2, static_cast<double>(s_.step));
-    const float g = GradientAt(gradients_, i, scale_);
     float p =
         master_ == Master::kSplit ? JoinOf(arrays_.weights[at], arrays_.remainder[at]) : arrays_.master[at];
     p = p * static_cast<float>(1.0 - s_.learning_rate * s_.weight_decay);
-    first_ = Canonical(first + static_cast<float>(1.0 - s_.beta1) * (g - first));
-    second_ = Canonical(static_cast<float>(s_.beta2) * second + static_cast<float>(1.0 - s_.beta2) * (g * g));
     const float denominator = std::sqrt(second_) * static_cast<float>(1.0 / std::sqrt(second_correction)) +
                               static_cast<float>(s_.epsilon);
     p = Canonical(p - static_cast<float>(s_.learning_rate / first_correction) * (first_ / denominator));

@@ -29,14 +29,22 @@ UpdateResult ReferenceNorm(const std::vector<AdamSegment>& segments, const Gradi
   UpdateResult result;
   std::vector<double> sums;
   for (size_t begin = 0; begin < covered.size(); begin += 2048) {
+    const size_t end = std::min(begin + 2048, covered.size());
     double lanes[16] = {};
-    for (size_t i = begin; i < std::min(begin + 2048, covered.size()); ++i) {
-      lanes[i % 16] += static_cast<double>(covered[i]) * static_cast<double>(covered[i]);
-      if (!std::isfinite(covered[i])) ++result.non_finite;
+    for (size_t part = begin; part < end; part += 256) {
+      float squares[16] = {};
+      for (size_t i = part; i < std::min(part + 256, end); ++i) squares[i % 16] += covered[i] * covered[i];
+      for (size_t lane = 0; lane < 16; ++lane) lanes[lane] += static_cast<double>(squares[lane]);
     }
     for (int half : {8, 4, 2, 1}) {
       for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
     }
+    if (!std::isfinite(lanes[0])) {
+      lanes[0] = 0.0;
+      for (size_t i = begin; i < end; ++i)
+        lanes[0] += static_cast<double>(covered[i]) * static_cast<double>(covered[i]);
+    }
+    for (size_t i = begin; i < end; ++i) result.non_finite += !std::isfinite(covered[i]);
     sums.push_back(lanes[0]);
   }
   while (sums.size() > 1) {
@@ -181,6 +189,20 @@ TEST(TheNormDoesNotDependOnHowTheElementsAreCut) {
     CHECK_EQUAL(
         AdamwUpdate(segments, start.Float32(), state, state, 1.0, pool, InstructionSet::kAuto).squared_norm,
         whole);
+  }
+}
+
+TEST(SquaresBeyondTheRangeOfFp32AreSummedInDouble) {
+  ThreadPool pool(2);
+  Arrays start(5000, 16);
+  start.gradients[1000] = 3e38f;
+  start.gradients[1001] = -2e19f;
+  for (const InstructionSet set : AvailableInstructionSets()) {
+    const UpdateResult norm = GradientNorm(start.Float32(), 1.0, pool, set);
+    CHECK_EQUAL(norm.non_finite, 0);
+    CHECK(SameNorm(norm, ReferenceNorm({Segment(0, 5000)}, start.Float32(), 1.0f)));
+    CHECK(std::isfinite(norm.squared_norm));
+    CHECK(norm.squared_norm >= 8.99e76);
   }
 }
 

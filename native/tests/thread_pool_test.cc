@@ -7,9 +7,11 @@
 #include <atomic>
 #include <stdexcept>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "check.h"
+#include "lohan/topology.h"
 
 namespace lohan {
 namespace {
@@ -53,6 +55,55 @@ TEST(ATaskThatThrowsEndsTheRunAndThePoolGoesOn) {
   std::atomic<int64_t> sum = 0;
   pool.Run(10, [&](int64_t index) { sum += index; });
   CHECK_EQUAL(sum.load(), 45);
+}
+
+std::vector<int> Numbers(const std::vector<Cpu>& cpus) {
+  std::vector<int> numbers;
+  for (const Cpu& cpu : cpus) numbers.push_back(cpu.number);
+  return numbers;
+}
+
+TEST(CoresComeBeforeTheirSecondThreadsAndNodesAlike) {
+  // Two nodes of two cores of two threads each, numbered as Linux does: all first threads, then all second
+  // ones.
+  std::vector<Cpu> cpus;
+  for (int number = 0; number < 8; ++number) cpus.push_back({number, number % 4, number % 4 / 2});
+  CHECK(Numbers(ChooseCpus(cpus, 1)) == std::vector<int>({0}));
+  CHECK(Numbers(ChooseCpus(cpus, 2)) == std::vector<int>({0, 2}));
+  CHECK(Numbers(ChooseCpus(cpus, 4)) == std::vector<int>({0, 1, 2, 3}));
+  CHECK(Numbers(ChooseCpus(cpus, 6)) == std::vector<int>({0, 1, 4, 2, 3, 6}));
+  CHECK(Numbers(ChooseCpus(cpus, 8)) == std::vector<int>({0, 1, 4, 5, 2, 3, 6, 7}));
+  CHECK(ChooseCpus(cpus, 9).empty());
+  CHECK(ChooseCpus({}, 1).empty());
+}
+
+TEST(TheAllowedCpusAreThoseOfTheMask) {
+  cpu_set_t mask;
+  CHECK_EQUAL(sched_getaffinity(0, sizeof(mask), &mask), 0);
+  const std::vector<Cpu> cpus = AllowedCpus();
+  CHECK_EQUAL(static_cast<int>(cpus.size()), CPU_COUNT(&mask));
+  for (const Cpu& cpu : cpus) CHECK(CPU_ISSET(cpu.number, &mask));
+  // Without a /sys every CPU is a core of its own on one node.
+  const std::vector<Cpu> unknown = AllowedCpus("/nonexistent");
+  for (size_t i = 0; i < unknown.size(); ++i) {
+    CHECK_EQUAL(unknown[i].core, static_cast<int>(i));
+    CHECK_EQUAL(unknown[i].node, 0);
+  }
+}
+
+TEST(PinnedWorkersHaveCpusOfTheirOwnAndOthersTheMakersMask) {
+  const std::vector<Cpu> cpus = AllowedCpus();
+  const auto count = static_cast<int>(cpus.size());
+  for (const auto& [affinity, threads, allowed] :
+       {std::tuple(Affinity::kPinned, count, 1), std::tuple(Affinity::kInherit, count, count),
+        std::tuple(Affinity::kPinned, count + 1, count)}) {
+    ThreadPool pool(threads, affinity);
+    std::vector<cpu_set_t> masks(static_cast<size_t>(threads));
+    pool.Run(threads, [&](int64_t i) {
+      CHECK_EQUAL(sched_getaffinity(0, sizeof(cpu_set_t), &masks[static_cast<size_t>(i)]), 0);
+    });
+    for (const cpu_set_t& mask : masks) CHECK_EQUAL(CPU_COUNT(&mask), allowed);
+  }
 }
 
 TEST(ConcurrentCallersTakeTurns) {

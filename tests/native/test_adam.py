@@ -13,6 +13,8 @@ import torch
 from lohan._native import AdamSegment, AdamState, InstructionSet, ThreadPool, adamw_update, available_instruction_sets, gradient_norm
 
 UNIT_ROUNDOFF = 2.0**-24
+# A square is rounded once and then added up to 16 times in fp32; the sums are added in float64.
+NORM_TOLERANCE = 17 * UNIT_ROUNDOFF
 HYPER = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "weight_decay": 0.1}
 
 
@@ -171,13 +173,13 @@ def test_segments_keep_their_own_hyper_parameters_and_the_rest_is_untouched(pool
     for name in ("master", "first", "second", "weights"):
         assert torch.equal(getattr(together, name)[~covered], getattr(start, name)[~covered])
         assert not torch.equal(getattr(together, name)[covered], getattr(start, name)[covered])
-    assert result.squared_norm == pytest.approx(start.gradients[covered].double().square().sum().item(), rel=1e-13)
+    assert result.squared_norm == pytest.approx(start.gradients[covered].double().square().sum().item(), rel=NORM_TOLERANCE)
 
 
 def test_the_norm_is_that_of_the_scaled_gradients(pool):
     gradients = States(100_003).gradients
     result = gradient_norm(gradients, gradient_scale=0.125, pool=pool)
-    assert result.squared_norm == pytest.approx(math.fsum((gradients.double() * 0.125).square().tolist()), rel=1e-13)
+    assert result.squared_norm == pytest.approx(math.fsum((gradients.double() * 0.125).square().tolist()), rel=NORM_TOLERANCE)
     assert result.non_finite == 0
 
 
