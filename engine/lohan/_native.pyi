@@ -2,7 +2,7 @@
 The native core: AdamW on the CPU, aligned memory, and parallel direct file I/O.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import enum
 import os
 from typing import Any
@@ -189,6 +189,24 @@ def read_modify_write(a: object, b: object, c: object, source: object, *, pool: 
     The reference for an update's speed: its own pattern of streams with nothing to compute.
     """
 
+class IoErrorKind(enum.Enum):
+    """The failures of a drive that are treated differently."""
+
+    DEVICE = 0
+    """EIO: the drive reported an error."""
+
+    NO_SPACE = 1
+    """ENOSPC: the file system is full."""
+
+    QUOTA = 2
+    """EDQUOT: the user's quota is used up."""
+
+    FILE_TOO_LARGE = 3
+    """EFBIG: the file system, or `ulimit -f`, allows no such size."""
+
+    OTHER = 4
+    """Anything else; `errno` says what."""
+
 class IoError(OSError):
     """
     A file operation failed; `errno` and `filename` are set as in every OSError.
@@ -196,11 +214,77 @@ class IoError(OSError):
 
     @property
     def offset(self) -> int | None:
-        """Where in the file the transfer failed, in bytes; None if none did."""
+        """
+        Where in the file `filename` the transfer failed, in bytes; None if none did.
+        """
 
     @property
     def operation(self) -> str:
         """What failed: "open", "allocate", "read", "write", "sync" and so on."""
+
+    @property
+    def kind(self) -> IoErrorKind:
+        """`errno`, as far as it matters."""
+
+    @property
+    def remedy(self) -> str:
+        """What a user can do about it: one sentence."""
+
+class FaultPlan:
+    """
+    Faults for tests: which operations of a pool go wrong, and how.
+
+    An operation is one read or write call of up to 4 MiB; a repeated call counts again. Each rule counts the
+    operations on paths that begin with `path_prefix`, from 1 on since the rule was made, and strikes `count`
+    of them from the `nth` on. All engines are struck alike. Values below 1 raise ValueError.
+    """
+
+    def __init__(self) -> None: ...
+
+    def fail(self, nth: int, error_number: int, *, count: int = 1, path_prefix: str | os.PathLike[str] = '') -> None:
+        """Fail with this errno; the pool repeats EINTR and EAGAIN."""
+
+    def shorten(self, nth: int, missing_bytes: int, *, count: int = 1, path_prefix: str | os.PathLike[str] = '') -> None:
+        """
+        Move this many bytes less than asked for, but at least one; the pool goes on from there.
+        """
+
+    def slow(self, nth: int, seconds: float, *, count: int = 1, path_prefix: str | os.PathLike[str] = '') -> None:
+        """Complete no earlier than this long (0 to 86400 s) after the beginning."""
+
+    def flip_bit(self, nth: int, bit: int, *, count: int = 1, path_prefix: str | os.PathLike[str] = '') -> None:
+        """
+        Change this bit, modulo the length, of what arrives in memory or on the drive; report no error.
+        """
+
+    def hold(self, nth: int, *, count: int = 1, path_prefix: str | os.PathLike[str] = '') -> None:
+        """
+        Complete only after `release`: a way to test an order without a clock. Closing the pool waits too.
+        """
+
+    def release(self) -> None:
+        """Let go of what is held, and drop the rules that hold."""
+
+    def limit_bandwidth(self, path_prefix: str | os.PathLike[str], bytes_per_second: int) -> None:
+        """
+        Let operations on these paths complete at this rate in total, one after the other, as a slow drive would.
+
+        Name a directory with a slash at its end, or `dir1` stands for `dir10` too.
+        """
+
+    @property
+    def operations(self) -> int:
+        """Operations begun so far."""
+
+    @property
+    def held(self) -> int:
+        """Operations that `hold` holds now."""
+
+    @property
+    def struck(self) -> list[tuple[str, str, int]]:
+        """
+        What the rules struck, in order: "read" or "write", path, offset in bytes.
+        """
 
 class IoTicket:
     """
@@ -217,11 +301,24 @@ class IoTicket:
     def done(self) -> bool:
         """Whether the transfer has ended, well or badly."""
 
+    def on_done(self, callback: Callable[[IoTicket], object]) -> None:
+        """
+        Have `callback(ticket)` called once the transfer has ended, well or badly.
+
+        All callbacks of a pool run one after the other, in a thread that lives while there are any outstanding;
+        the interpreter's end waits for it. What a callback raises goes to `sys.unraisablehook`.
+        """
+
 class IoFile:
     """An open file of fixed size. All methods may be called from any thread."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """The path, or the first of a striped file's."""
+
+    @property
+    def paths(self) -> list[str]:
+        """All paths, in the order they were given."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -254,9 +351,19 @@ class IoFile:
         The array must not change until the transfer has ended.
         """
 
+    def read_batch(self, requests: Iterable[tuple[int, Any]], *, urgent: bool = False) -> list[IoTicket]:
+        """
+        Start a `read` for each (offset, target), all at once; starts none when one cannot be.
+        """
+
+    def write_batch(self, requests: Iterable[tuple[int, Any]], *, urgent: bool = False) -> list[IoTicket]:
+        """
+        Start a `write` for each (offset, source), all at once; starts none when one cannot be.
+        """
+
     def sync(self) -> None:
         """
-        Make what was written durable (fdatasync).
+        Make what was written durable (fdatasync of every path).
 
         Raises IoError; what was written since the last sync may then be lost.
         """
@@ -266,22 +373,76 @@ class IoFile:
         Wait for the file's transfers, then close it. Closing twice is harmless.
         """
 
+class IoEngine(enum.Enum):
+    """What carries out a pool's transfers."""
+
+    AUTO = 0
+    """io_uring, or threads where there is none."""
+
+    URING = 1
+    """One thread with an io_uring."""
+
+    THREADS = 2
+    """Threads that call pread and pwrite."""
+
+def io_uring_refusal() -> str:
+    """
+    Why io_uring cannot be used in this process, with call, error and likely cause; empty when it can.
+    """
+
+class IoMemory:
+    """
+    An AlignedBuffer that a pool's kernel side has pinned.
+
+    It keeps the buffer alive, and pinned as long as it lives itself.
+    """
+
+    @property
+    def refusal(self) -> str:
+        """
+        Why the memory is not pinned; transfers then work as without. Empty when it is.
+        """
+
 class IoPool:
     """
-    Workers that read and write files, in pieces of up to 4 MiB.
+    Reads and writes files, in pieces of up to 4 MiB, with a queue for each directory.
 
     Using it in a forked child raises RuntimeError.
     """
 
-    def __init__(self, threads: int = 4) -> None:
-        """Start `threads` workers. Raises ValueError outside 1..256."""
-
-    def open(self, path: str | os.PathLike[str], *, size_bytes: int | None = None) -> IoFile:
+    def __init__(self, threads: int = 4, *, engine: IoEngine = IoEngine.AUTO, depth: int = 32, faults: FaultPlan | None = None) -> None:
         """
-        Open a regular file for reading and writing.
+        Start the workers.
+
+        Args:
+            threads: calls under way at a time in each directory, with IoEngine.THREADS; 1 to 256.
+            engine: IoEngine.URING raises RuntimeError with `io_uring_refusal()` where there is none.
+            depth: calls under way at a time in each directory, with IoEngine.URING; 1 to 4096.
+            faults: what goes wrong, for tests.
+        """
+
+    @property
+    def engine(self) -> IoEngine:
+        """What carries out the transfers: URING or THREADS."""
+
+    @property
+    def engine_refusal(self) -> str:
+        """Why AUTO took THREADS; empty when it did not."""
+
+    def open(self, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, size_bytes: int | None = None, stripe_bytes: int = 4194304) -> IoFile:
+        """
+        Open a regular file for reading and writing; several paths are one file, striped over them in turn.
 
         With `size_bytes` it is created if missing (mode 0600), set to that size and its space allocated; without,
-        it must exist. Raises IoError, ValueError for what is no regular file, RuntimeError when the pool is closed.
+        it must exist. `stripe_bytes` is a multiple of the page size. Raises IoError, ValueError for what is no
+        regular file or not striped like this, RuntimeError when the pool is closed.
+        """
+
+    def register_memory(self, buffer: AlignedBuffer) -> IoMemory:
+        """
+        Have the kernel pin the buffer once instead of for each transfer; it counts as locked memory.
+
+        A refusal (no io_uring, or `ulimit -l`) changes nothing else; IoMemory.refusal says why.
         """
 
     def close(self) -> None:

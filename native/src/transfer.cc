@@ -9,11 +9,8 @@ Transfer::Transfer(std::shared_ptr<File> file, Access access, int64_t offset, st
                    int64_t length_bytes)
     : file_(std::move(file)),
       access_(access),
-      offset_(offset),
-      memory_(memory),
-      length_bytes_(length_bytes),
-      remaining_bytes_(length_bytes) {
-  file_->CheckRange(offset, length_bytes);
+      extents_(file_->Cut(offset, memory, length_bytes)),
+      remaining_extents_(extents_.size()) {
   file_->Begin();
   if (Done()) file_->End();
 }
@@ -21,8 +18,6 @@ Transfer::Transfer(std::shared_ptr<File> file, Access access, int64_t offset, st
 Transfer::~Transfer() {
   if (!Done()) file_->End();  // it was never carried out: the engine refused it
 }
-
-bool Transfer::Done() const { return remaining_bytes_ == 0; }
 
 void Transfer::WaitQuietly() const noexcept {
   std::unique_lock lock(mutex_);
@@ -34,28 +29,42 @@ void Transfer::Wait() const {
   if (error_) throw IoError(*error_);
 }
 
-void Transfer::RunPiece(int64_t begin, int64_t length, BounceBuffer& bounce) noexcept {
-  try {
-    file_->Move(access_, offset_ + begin, memory_ + begin, length, bounce);
-    Complete(length, std::nullopt);
-  } catch (const IoError& error) {
-    Complete(length, error);
-  } catch (const std::exception& error) {
-    Complete(length, IoError(access_ == Access::kRead ? "read" : "write", ENOMEM, file_->path(),
-                             offset_ + begin, error.what()));
-  }
-}
-
-void Transfer::Complete(int64_t length, std::optional<IoError> error) noexcept {
-  bool last = false;
+void Transfer::OnDone(std::function<void()> callback) {
   {
     std::lock_guard lock(mutex_);
-    if (error && (!error_ || error->offset() < error_->offset())) error_ = std::move(error);
-    remaining_bytes_ -= length;
-    last = Done();
-    if (last) done_.notify_all();
+    if (!Done()) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
   }
-  if (last) file_->End();
+  callback();
+}
+
+void Transfer::CompleteExtent(size_t index, std::optional<IoError> error) noexcept {
+  bool last = false;
+  std::vector<std::function<void()>> callbacks;
+  {
+    std::lock_guard lock(mutex_);
+    if (error && (!error_ || index < failed_extent_)) {
+      error_ = std::move(error);
+      failed_extent_ = index;
+    }
+    last = --remaining_extents_ == 0;
+    if (last) {
+      callbacks.swap(callbacks_);
+      done_.notify_all();
+    }
+  }
+  if (!last) return;
+  file_->End();
+  for (const auto& callback : callbacks) callback();
+}
+
+RegisteredMemory::RegisteredMemory(std::shared_ptr<IoEngine> engine, std::byte* memory, int64_t size_bytes)
+    : engine_(std::move(engine)), registration_(engine_->RegisterMemory(memory, size_bytes)) {}
+
+RegisteredMemory::~RegisteredMemory() {
+  if (engine_->owner().IsCurrent()) engine_->UnregisterMemory(registration_);
 }
 
 }  // namespace lohan

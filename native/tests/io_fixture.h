@@ -12,6 +12,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -71,12 +72,42 @@ inline int64_t OpenDescriptors() {
   return count;
 }
 
+/// Makes an engine with `concurrency` calls at a time in each directory.
+using EngineMaker = std::shared_ptr<IoEngine> (*)(int concurrency, std::shared_ptr<FaultPlan> faults);
+
+using EngineTest = void (*)(EngineMaker);
+
+template <EngineTest kBody>
+void RunWithThreads() {
+  kBody([](int concurrency, std::shared_ptr<FaultPlan> faults) {
+    return MakeThreadEngine(concurrency, std::move(faults));
+  });
+}
+
+template <EngineTest kBody>
+void RunWithUring() {
+  const std::string refusal = IoUringRefusal();
+  if (!refusal.empty()) Skip("no io_uring here: " + refusal);
+  kBody([](int concurrency, std::shared_ptr<FaultPlan> faults) {
+    return MakeUringEngine(concurrency, std::move(faults));
+  });
+}
+
 inline std::shared_ptr<Transfer> Start(IoEngine& engine, std::shared_ptr<File> file, Access access,
                                        int64_t offset, std::byte* memory, int64_t length,
                                        Priority priority = Priority::kNormal) {
   auto transfer = std::make_shared<Transfer>(std::move(file), access, offset, memory, length);
-  engine.Submit(transfer, priority);
+  engine.Submit({&transfer, 1}, priority);
   return transfer;
 }
 
 }  // namespace lohan::test
+
+/// A test that is run with every engine; `make` makes it.
+#define TEST_EACH_ENGINE(name)                                                                  \
+  static void name(::lohan::test::EngineMaker make);                                            \
+  static const ::lohan::test::Registration name##_threads(#name " (threads)",                   \
+                                                          ::lohan::test::RunWithThreads<name>); \
+  static const ::lohan::test::Registration name##_uring(#name " (io_uring)",                    \
+                                                        ::lohan::test::RunWithUring<name>);     \
+  static void name([[maybe_unused]] ::lohan::test::EngineMaker make)

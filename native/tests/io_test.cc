@@ -17,10 +17,10 @@ using test::Start;
 
 constexpr int64_t kMib = int64_t{1} << 20;
 
-TEST(RangesThatStraddleAlignmentRoundTripAndTouchNothingElse) {
+TEST_EACH_ENGINE(RangesThatStraddleAlignmentRoundTripAndTouchNothingElse) {
   Folder folder;
   const int64_t size = 6 * kMib + 123;
-  auto engine = MakeThreadEngine(3);
+  auto engine = make(3, nullptr);
   auto file = File::Open(folder.File("grid"), size);
   std::vector<std::byte> model = Pattern(size, 1);
   Start(*engine, file, Access::kWrite, 0, model.data(), size)->Wait();
@@ -47,11 +47,11 @@ TEST(RangesThatStraddleAlignmentRoundTripAndTouchNothingElse) {
   }
 }
 
-TEST(ConcurrentNeighboursOfOddSizesKeepTheirBytes) {
+TEST_EACH_ENGINE(ConcurrentNeighboursOfOddSizesKeepTheirBytes) {
   Folder folder;
   const std::vector<std::byte> model = Pattern(3 * kMib, 3);
   auto file = File::Open(folder.File("neighbours"), 3 * kMib);
-  auto engine = MakeThreadEngine(4);
+  auto engine = make(4, nullptr);
   std::vector<std::byte> source = model;
   for (const int64_t step : {int64_t{1000}, int64_t{5000}, int64_t{4096}, int64_t{70001}}) {
     std::vector<std::shared_ptr<Transfer>> transfers;
@@ -64,7 +64,7 @@ TEST(ConcurrentNeighboursOfOddSizesKeepTheirBytes) {
   }
 }
 
-TEST(SizeBytesCreatesAllocatesResizesAndKeepsContents) {
+TEST_EACH_ENGINE(SizeBytesCreatesAllocatesResizesAndKeepsContents) {
   Folder folder;
   const std::string path = folder.File("sized");
   CHECK_EQUAL(File::Open(path, 3 * kMib)->size_bytes(), 3 * kMib);
@@ -72,7 +72,7 @@ TEST(SizeBytesCreatesAllocatesResizesAndKeepsContents) {
   CHECK_EQUAL(stat(path.c_str(), &status), 0);
   CHECK_EQUAL(status.st_mode & 0777, 0600u);
   std::byte value{7};
-  auto engine = MakeThreadEngine(1);
+  auto engine = make(1, nullptr);
   Start(*engine, File::Open(path, std::nullopt), Access::kWrite, 10, &value, 1)->Wait();
   CHECK_EQUAL(File::Open(path, kMib)->size_bytes(), kMib);
   CHECK(Contents(path)[10] == std::byte{7});
@@ -109,9 +109,9 @@ TEST(MissingFilesFoldersAndRangesAreRefusedWithTheirPlace) {
                Transfer(file, Access::kWrite, std::numeric_limits<int64_t>::max(), memory, 1));
 }
 
-TEST(AFileThatShrankIsReportedWhereItEnds) {
+TEST_EACH_ENGINE(AFileThatShrankIsReportedWhereItEnds) {
   Folder folder;
-  auto engine = MakeThreadEngine(2);
+  auto engine = make(2, nullptr);
   AlignedBuffer memory(5 * kMib);
   for (const int64_t beyond_the_block : {0, 100}) {
     auto file = File::Open(folder.File("shrunk"), 5 * kMib);
@@ -123,10 +123,10 @@ TEST(AFileThatShrankIsReportedWhereItEnds) {
   }
 }
 
-TEST(ClosedFilesAndPoolsSaySo) {
+TEST_EACH_ENGINE(ClosedFilesAndPoolsSaySo) {
   Folder folder;
   auto file = File::Open(folder.File("closed"), kMib);
-  auto engine = MakeThreadEngine(2);
+  auto engine = make(2, nullptr);
   AlignedBuffer memory(kMib);
   auto transfer = Start(*engine, file, Access::kWrite, 0, memory.data(), kMib);
   engine->Close();
@@ -142,9 +142,9 @@ TEST(ClosedFilesAndPoolsSaySo) {
   CHECK_THROWS(std::invalid_argument, "is closed", file->Sync());
 }
 
-TEST(DescriptorsDoNotGrow) {
+TEST_EACH_ENGINE(DescriptorsDoNotGrow) {
   Folder folder;
-  auto engine = MakeThreadEngine(2);
+  auto engine = make(2, nullptr);
   AlignedBuffer memory(8192);
   const int64_t before = test::OpenDescriptors();
   for (int round = 0; round < 200; ++round) {
@@ -156,9 +156,9 @@ TEST(DescriptorsDoNotGrow) {
   CHECK_EQUAL(test::OpenDescriptors(), before);
 }
 
-TEST(ManyThreadsShareAPool) {
+TEST_EACH_ENGINE(ManyThreadsShareAPool) {
   Folder folder;
-  auto engine = MakeThreadEngine(3);
+  auto engine = make(3, nullptr);
   auto file = File::Open(folder.File("shared"), 4 * kMib);
   std::vector<std::thread> threads;
   std::atomic<int> wrong = 0;
@@ -178,9 +178,9 @@ TEST(ManyThreadsShareAPool) {
   CHECK_EQUAL(wrong.load(), 0);
 }
 
-TEST(AForkedChildGetsAnErrorAndEnds) {
+TEST_EACH_ENGINE(AForkedChildGetsAnErrorAndEnds) {
   Folder folder;
-  auto engine = MakeThreadEngine(2);
+  auto engine = make(2, nullptr);
   auto file = File::Open(folder.File("forked"), kMib);
   AlignedBuffer memory(kMib);
   const pid_t child = fork();

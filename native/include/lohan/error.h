@@ -12,6 +12,19 @@
 
 namespace lohan {
 
+/// The failures of a drive that a program or its user treats differently.
+enum class IoErrorKind {
+  kDevice,        // EIO: the drive reported an error
+  kNoSpace,       // ENOSPC: the filesystem is full
+  kQuota,         // EDQUOT: the user's quota is used up
+  kFileTooLarge,  // EFBIG: the filesystem, or RLIMIT_FSIZE, allows no such size
+  kOther,
+};
+
+IoErrorKind KindOf(int error_number);
+/// What a user can do about a failed file operation: one sentence, never empty.
+const char* RemedyOf(int error_number);
+
 /// A system call on a file failed, or a file ended early. `offset` is in bytes from the file's start.
 class IoError : public std::runtime_error {
  public:
@@ -22,6 +35,8 @@ class IoError : public std::runtime_error {
   int error_number() const { return error_number_; }
   const std::string& path() const { return path_; }
   const std::optional<int64_t>& offset() const { return offset_; }
+  IoErrorKind kind() const { return KindOf(error_number_); }
+  const char* remedy() const { return RemedyOf(error_number_); }
   /// what() without the path, e.g. "write at byte 4096: No space left on device".
   std::string Summary() const;
 
