@@ -12,11 +12,16 @@ Transfer::Transfer(std::shared_ptr<File> file, Access access, int64_t offset, st
       extents_(file_->Cut(offset, memory, length_bytes)),
       remaining_extents_(extents_.size()) {
   file_->Begin();
-  if (Done()) file_->End();
+  if (Done()) LeaveFile();
 }
 
 Transfer::~Transfer() {
-  if (!Done()) file_->End();  // it was never carried out: the engine refused it
+  if (file_) LeaveFile();  // it was never carried out: the engine refused it
+}
+
+void Transfer::LeaveFile() noexcept {
+  file_->End();
+  file_.reset();
 }
 
 void Transfer::WaitQuietly() const noexcept {
@@ -41,7 +46,6 @@ void Transfer::OnDone(std::function<void()> callback) {
 }
 
 void Transfer::CompleteExtent(size_t index, std::optional<IoError> error) noexcept {
-  bool last = false;
   std::vector<std::function<void()>> callbacks;
   {
     std::lock_guard lock(mutex_);
@@ -49,14 +53,13 @@ void Transfer::CompleteExtent(size_t index, std::optional<IoError> error) noexce
       error_ = std::move(error);
       failed_extent_ = index;
     }
-    last = --remaining_extents_ == 0;
-    if (last) {
+    if (remaining_extents_ == 1) {
+      // Before anybody can see the end: whoever waited for it may count on the worker using the file no more.
+      LeaveFile();
       callbacks.swap(callbacks_);
-      done_.notify_all();
     }
+    if (--remaining_extents_ == 0) done_.notify_all();
   }
-  if (!last) return;
-  file_->End();
   for (const auto& callback : callbacks) callback();
 }
 

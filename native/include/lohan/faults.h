@@ -33,7 +33,7 @@ class FaultPlan {
   struct Target {
     int64_t nth = 1;
     int64_t count = 1;
-    std::string path_prefix;
+    std::string path_prefix{};
   };
   struct Struck {
     Access access;

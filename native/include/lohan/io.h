@@ -48,7 +48,9 @@ class Transfer {
   void CompleteExtent(size_t index, std::optional<IoError> error) noexcept;
 
  private:
-  std::shared_ptr<File> file_;
+  void LeaveFile() noexcept;
+
+  std::shared_ptr<File> file_;  // until the transfer has ended
   const Access access_;
   const std::vector<Extent> extents_;
 
