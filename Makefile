@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints chromium up worker doctor demo test test-native test-parity test-engine test-app test-e2e \
+.PHONY: help setup constraints chromium up worker doctor demo test test-native test-native-soak test-parity test-engine test-app test-e2e \
         lint fmt types stubs migrate revision vendor bench clean
 
 BIN := .venv/bin
@@ -14,7 +14,7 @@ NATIVE_BUILD := build/native-tests
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 help:  ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@ / {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 ##@ Use
 demo: setup  ## Fine-tune the sample model on a public dataset through the whole appliance (DEMO_EXIT=1 stops it at the end)
@@ -40,9 +40,13 @@ chromium:  ## Install Debian's Chromium for the browser tests, where that may be
 	@.ci/chromium
 
 ##@ Check
-define run_ctest
+define build_ctest
 @cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release >/dev/null
 @cmake --build $(NATIVE_BUILD) -- --quiet
+endef
+
+define run_ctest
+$(build_ctest)
 @ctest --test-dir $(NATIVE_BUILD) --output-on-failure --no-tests=error
 endef
 
@@ -53,6 +57,10 @@ test: setup chromium  ## Run every test: native, parity, engine, service, browse
 test-native: setup  ## Build and run the native core's own tests: C++ (CTest) and from Python
 	$(run_ctest)
 	@$(PYTEST) tests/native
+
+test-native-soak: setup  ## Run a million small file operations on each engine: no leak, no descriptor left
+	$(build_ctest)
+	@cd $(NATIVE_BUILD)/tests && LOHAN_SOAK_OPERATIONS=1000000 ./io_soak_test
 
 test-parity: setup  ## Compare the engine with plain PyTorch, step by step
 	@$(PYTEST) tests/engine -k parity

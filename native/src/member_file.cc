@@ -41,8 +41,8 @@ MemberFile::MemberFile(std::string path, Missing missing) : path_(std::move(path
   identity_ = {status.st_dev, status.st_ino};
   size_bytes_ = status.st_size;
   if (!created) size_before_bytes_ = status.st_size;
-  std::string folder = std::filesystem::path(path_).parent_path().string();
-  if (folder.empty()) folder = ".";
+  const std::filesystem::path parent = std::filesystem::path(path_).parent_path();
+  const std::string folder = parent.empty() ? std::string(".") : parent.string();
   CheckedCall("stat", folder, std::nullopt, [&] { return stat(folder.c_str(), &status); });
   directory_ = {status.st_dev, status.st_ino};
 }

@@ -16,8 +16,9 @@
 namespace lohan {
 namespace {
 
-constexpr uint32_t kSubmissions = 128;   // prepared for one system call
-constexpr uint32_t kCompletions = 4096;  // more are kept by the kernel until these are taken
+// Newer kernels count a ring's memory as locked, of which some containers allow 64 KiB: these take 20 KiB.
+constexpr uint32_t kSubmissions = 128;  // prepared for one system call
+constexpr uint32_t kCompletions = 512;  // more are kept by the kernel until these are taken
 /// A directory's bounce buffers: enough to keep a drive busy at 1 MiB each, and a bound on the memory.
 constexpr size_t kBounces = 8;
 /// Longer calls through the page cache are copies by the processor. The kernel's own threads make them, side

@@ -404,6 +404,28 @@ TEST_EACH_ENGINE(AForkWithTransfersInFlightHurtsNeitherProcess) {
   CHECK(Contents(folder.File("forked")) == source);
 }
 
+TEST(MoreCallsInFlightThanTheRingHolds) {
+  const std::string refusal = IoUringRefusal();
+  if (!refusal.empty()) test::Skip("no io_uring here: " + refusal);
+  Folder folder;
+  constexpr int64_t kCount = 6000;
+  auto file = File::Open(folder.File("many"), kCount * kPage);
+  auto engine = MakeUringEngine(4096);
+  const std::vector<std::byte> source = Pattern(kCount * kPage, 9);
+  AlignedBuffer memory(kCount * kPage);
+  std::copy(source.begin(), source.end(), memory.data());
+  for (const Access access : {Access::kWrite, Access::kRead}) {
+    std::vector<std::shared_ptr<Transfer>> transfers;
+    for (int64_t at = 0; at < kCount * kPage; at += kPage) {
+      transfers.push_back(std::make_shared<Transfer>(file, access, at, memory.data() + at, kPage));
+    }
+    engine->Submit(transfers, Priority::kNormal);
+    for (const auto& transfer : transfers) transfer->Wait();
+    if (access == Access::kWrite) std::memset(memory.data(), 0, static_cast<size_t>(memory.size_bytes()));
+  }
+  CHECK(std::equal(source.begin(), source.end(), memory.data()));
+}
+
 // ---------------------------------------------------------------- registered memory
 
 TEST(ThreadsSayThatTheyRegisterNothing) {

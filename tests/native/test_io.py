@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +14,23 @@ import numpy as np
 import pytest
 import torch
 
-from lohan._native import IoError, IoFile, IoPool
+from lohan._native import IoEngine, IoError, IoFile, IoPool, io_uring_refusal
 from tests.native.children import run_child
 
 PAGE = 4096
 MIB = 1 << 20
 
 
+@pytest.fixture(params=[IoEngine.THREADS, IoEngine.URING], ids=lambda engine: engine.name)
+def engine(request) -> IoEngine:
+    if request.param is IoEngine.URING and io_uring_refusal():
+        pytest.skip(f"no io_uring here: {io_uring_refusal()}")
+    return request.param
+
+
 @pytest.fixture
-def pool() -> Iterator[IoPool]:
-    pool = IoPool(3)
+def pool(engine) -> Iterator[IoPool]:
+    pool = IoPool(3, engine=engine)
     yield pool
     pool.close()
 
@@ -170,13 +178,13 @@ def test_no_permission(tmp_path):
     assert out.split() == [str(errno.EACCES), "open"]
 
 
-def test_the_file_size_limit(tmp_path):
+def test_the_file_size_limit(engine, tmp_path):
     """RLIMIT_FSIZE, met while allocating and while writing; SIGXFSZ does not end the process."""
     out = run_child(
         """
         import os, resource, sys
-        from lohan._native import IoError, IoPool
-        folder, pool = sys.argv[1], IoPool(2)
+        from lohan._native import IoEngine, IoError, IoPool
+        folder, pool = sys.argv[1], IoPool(2, engine=IoEngine[sys.argv[2]])
         with open(folder + "/sparse", "wb") as sparse:
             sparse.truncate(4 << 20)
         file = pool.open(folder + "/sparse")
@@ -189,6 +197,7 @@ def test_the_file_size_limit(tmp_path):
         print(os.path.exists(folder + "/new"))
         """,
         tmp_path,
+        engine.name,
     )
     assert out.splitlines() == [f"{errno.EFBIG} allocate None", f"{errno.EFBIG} write {MIB}", "False"]
 
@@ -244,6 +253,18 @@ def test_a_file_in_memory_is_not_called_direct(pool, small_drive):
     file.close()
 
 
+def test_a_filesystem_in_memory_that_needs_no_mount(pool):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        file = pool.open(f"{folder}/file", size_bytes=9 * MIB + 5)
+        assert (file.direct, file.alignment_bytes) == (False, 1)
+        assert "tmpfs" in file.direct_refusal
+        source, target = random_bytes(9 * MIB, 2), np.zeros(9 * MIB, np.uint8)
+        file.write(3, source).wait()
+        file.read(3, target).wait()
+        assert np.array_equal(source, target)
+        file.close()
+
+
 # ---------------------------------------------------------------- lifetimes
 
 
@@ -285,8 +306,8 @@ def test_closed_files_and_pools_say_so(pool, tmp_path):
     other.close()
 
 
-def test_dropping_everything_in_any_order_is_safe(tmp_path):
-    pool = IoPool(2)
+def test_dropping_everything_in_any_order_is_safe(engine, tmp_path):
+    pool = IoPool(2, engine=engine)
     file = pool.open(tmp_path / "file", size_bytes=16 * MIB)
     tickets = [file.write(i * 4 * MIB, bytes([i]) * (4 * MIB)) for i in range(4)]
     del pool, file
@@ -312,17 +333,17 @@ def test_descriptors_do_not_grow(pool, tmp_path):
     assert descriptors() == before
 
 
-def test_a_forked_child_is_told_and_both_processes_go_on(tmp_path):
+def test_a_forked_child_is_told_and_both_processes_go_on(engine, tmp_path):
     out = run_child(
         """
         import os, sys
-        from lohan._native import IoPool, ThreadPool
-        pool, threads = IoPool(2), ThreadPool(2)
+        from lohan._native import IoEngine, IoPool, ThreadPool
+        pool, threads = IoPool(2, engine=IoEngine[sys.argv[2]]), ThreadPool(2)
         file = pool.open(sys.argv[1] + "/file", size_bytes=64 << 20)
         ticket = file.write(0, bytes(64 << 20))
         child = os.fork()
         if child == 0:
-            calls = (ticket.wait, lambda: file.read(0, bytearray(1)), file.sync, file.close, pool.close)
+            calls = (ticket.wait, lambda: ticket.on_done(print), lambda: file.read(0, bytearray(1)), file.sync, file.close, pool.close)
             for call in calls:
                 try:
                     call()
@@ -338,5 +359,6 @@ def test_a_forked_child_is_told_and_both_processes_go_on(tmp_path):
         print(os.waitstatus_to_exitcode(status))
         """,
         tmp_path,
+        engine.name,
     )
     assert out.strip() == "0"
