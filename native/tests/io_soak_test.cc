@@ -1,5 +1,5 @@
-// A million small operations: descriptors stay as they are, and memory does not grow. LOHAN_SOAK_OPERATIONS sets
-// another number, per engine; `make test-native-soak` runs the million, CTest a tenth of it.
+// Many small operations: descriptors stay as they are, and memory does not grow. 100,000 for each engine, or
+// LOHAN_SOAK_OPERATIONS; `make test-native-soak` runs a million.
 #include <malloc.h>
 
 #include <cstdlib>
@@ -22,7 +22,7 @@ int64_t Operations() {
   return wanted == nullptr ? 100'000 : std::atoll(wanted);
 }
 
-/// Bytes that are handed out by malloc now. The sanitizers' allocators do not count, and find leaks themselves.
+/// Bytes that malloc has handed out. The sanitizers' allocators do not count, and find leaks themselves.
 int64_t AllocatedBytes() {
   const struct mallinfo2 now = mallinfo2();
   return static_cast<int64_t>(now.uordblks + now.hblkhd);
