@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.records import median
-from lohan._native import AlignedBuffer, IoPool
+from lohan._native import AlignedBuffer, IoEngine, IoPool
 
 FILE_BYTES = 512 * 1024**2
 BLOCK_BYTES = 4 * 1024**2
@@ -39,7 +39,7 @@ def run() -> list[dict[str, Any]]:
 
 def _ours(path: Path) -> dict[str, float]:
     """Bytes per second, medians; a write is counted until its data is durable."""
-    pool = IoPool(THREADS)
+    pool = IoPool(THREADS, engine=IoEngine.THREADS)
     file = pool.open(path, size_bytes=FILE_BYTES)
     buffer = AlignedBuffer(FILE_BYTES)
     data = torch.from_dlpack(buffer.array())

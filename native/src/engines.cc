@@ -48,7 +48,10 @@ ChosenEngine MakeEngine(EngineKind wish, int threads, int depth, std::shared_ptr
   try {
     return {MakeUringEngine(depth, faults), ""};
   } catch (const UringRefused& refusal) {
-    if (wish == EngineKind::kUring) throw;
+    if (wish == EngineKind::kUring) {
+      throw UringRefused("io_uring was asked for and cannot be used: " + std::string(refusal.what()) +
+                         "; threads work without it");
+    }
     return {MakeThreadEngine(threads, std::move(faults)), refusal.what()};
   }
 }

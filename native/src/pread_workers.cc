@@ -42,16 +42,22 @@ void PreadWorkers::CheckOpenLocked() const {
 
 void PreadWorkers::Submit(std::span<const std::shared_ptr<Transfer>> transfers, Priority priority) {
   std::vector<OperationPointer> operations = MakeOperations(transfers, faults_);
-  std::lock_guard lock(mutex_);
-  CheckOpenLocked();
-  for (const OperationPointer& operation : operations) {
-    StartDirectory(operation->extent().file->directory());
+  std::vector<Directory*> to_wake;
+  {
+    std::lock_guard lock(mutex_);
+    CheckOpenLocked();
+    for (const OperationPointer& operation : operations) {
+      StartDirectory(operation->extent().file->directory());
+    }
+    for (OperationPointer& operation : operations) {
+      Directory& directory = directories_.at(operation->extent().file->directory());
+      directory.queue.Push(std::move(operation), priority);
+      if (directory.idle_threads == 0) continue;  // a busy one looks at the queue when it is done
+      --directory.idle_threads;
+      to_wake.push_back(&directory);
+    }
   }
-  for (OperationPointer& operation : operations) {
-    Directory& directory = directories_.at(operation->extent().file->directory());
-    directory.queue.Push(std::move(operation), priority);
-    directory.work.notify_one();
-  }
+  for (Directory* const directory : to_wake) directory->work.notify_one();
 }
 
 void PreadWorkers::StartDirectory(DirectoryId id) {
@@ -68,8 +74,11 @@ void PreadWorkers::Work(Directory& directory) {
   std::unique_ptr<AlignedBuffer> bounce;
   std::unique_lock lock(mutex_);
   while (true) {
-    directory.work.wait(lock, [&] { return closing_ || !directory.queue.empty(); });
-    if (directory.queue.empty()) return;
+    while (directory.queue.empty()) {
+      if (closing_) return;
+      ++directory.idle_threads;
+      directory.work.wait(lock);
+    }
     OperationPointer operation = directory.queue.Pop();
     lock.unlock();
     CarryOut(*operation, bounce);

@@ -31,6 +31,7 @@ class PreadWorkers {
   struct Directory {
     OperationQueue queue;
     std::condition_variable work;
+    int idle_threads = 0;  // that wait for work and have not been woken
     std::vector<std::thread> threads;
   };
 

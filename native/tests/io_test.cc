@@ -1,10 +1,12 @@
 // Reads and writes of real files on whatever filesystem the build folder lies.
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <cerrno>
 #include <cstring>
 
+#include "direct_alignment.h"
 #include "io_fixture.h"
 
 namespace lohan {
@@ -86,6 +88,22 @@ TEST(DirectIsUsedOrTheReasonIsKept) {
   CHECK_EQUAL(file->direct(), file->direct_refusal().empty());
   CHECK_EQUAL(file->alignment_bytes() % (file->direct() ? PageBytes() : 1), 0);
   if (!file->direct()) test::Skip("no direct I/O here: " + file->direct_refusal());
+}
+
+TEST(TheAlignmentThatStatxTellsIsTaken) {
+  Folder folder;
+  const auto file = File::Open(folder.File("aligned"), kMib);
+  const Descriptor direct(open(folder.File("aligned").c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC));
+  if (!direct.is_open()) test::Skip("no direct I/O here: " + file->direct_refusal());
+  const std::optional<DirectAlignment> told = AskDirectAlignment(direct.value());
+  if (!told) test::Skip("this kernel or filesystem does not tell by statx(STATX_DIOALIGN)");
+  CHECK_EQUAL(file->direct(), told->offset_bytes > 0);
+  CHECK_EQUAL(file->alignment_bytes(), std::max(PageBytes(), told->offset_bytes));
+  // A read at the least alignment that was told works, in offset, length and memory.
+  AlignedBuffer memory(kMib);
+  const auto length = static_cast<size_t>(told->offset_bytes);
+  CHECK_EQUAL(pread(direct.value(), memory.data() + told->memory_bytes, length, told->offset_bytes),
+              told->offset_bytes);
 }
 
 TEST(MissingFilesFoldersAndRangesAreRefusedWithTheirPlace) {

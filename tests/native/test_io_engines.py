@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from lohan._native import AlignedBuffer, FaultPlan, IoEngine, IoError, IoErrorKind, IoPool, io_uring_refusal
+from tests.fixtures.waiting import wait_until
 from tests.native.children import run_child
 
 PAGE = 4096
@@ -48,8 +49,7 @@ def random_bytes(count: int, seed: int) -> np.ndarray:
 
 
 def wait_until_held(plan: FaultPlan, count: int) -> None:
-    while plan.held < count:
-        os.sched_yield()
+    wait_until(lambda: plan.held >= count, interval_seconds=0.001, what=f"{count} held operations")
 
 
 # ---------------------------------------------------------------- choosing an engine
@@ -87,7 +87,7 @@ def test_where_io_uring_is_refused_threads_do_the_work(tmp_path, error, cause):
         try:
             IoPool(engine=IoEngine.URING)
         except RuntimeError as refusal:
-            assert str(refusal) == pool.engine_refusal
+            assert pool.engine_refusal in str(refusal)
             print("explicit")
         """,
         tmp_path,
