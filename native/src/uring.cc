@@ -147,6 +147,8 @@ void Ring::Enter(Wait wait, std::optional<std::chrono::steady_clock::time_point>
   }
   // EAGAIN and EBUSY: the kernel lacks room until completions are taken; the caller comes back after that.
   if (errno == EINTR || errno == ETIME || errno == EAGAIN || errno == EBUSY) return;
+  // Calls may be in flight into the callers' memory, and there is no way left to learn of their end: the
+  // ring's thread lets this end the process.
   throw IoError("io_uring_enter", errno, "the ring", std::nullopt, "");
 }
 

@@ -311,6 +311,51 @@ def test_a_callback_keeps_its_ticket_and_nothing_keeps_the_callback(pool, plan, 
     assert gone.wait(PATIENCE_SECONDS)
 
 
+def test_nothing_of_a_transfer_is_kept(pool, tmp_path):
+    file = pool.open(tmp_path / "file", size_bytes=MIB)
+    array, ended = bytes(PAGE), threading.Semaphore(0)
+
+    def callback(_):
+        ended.release()
+
+    def rounds(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            for ticket in file.write_batch([(i * PAGE, array) for i in range(10)]):
+                ticket.on_done(callback)
+            file.write(0, array).wait()
+            for _ in range(10):
+                assert ended.acquire(timeout=PATIENCE_SECONDS)
+        del ticket
+        wait_until(lambda: "io-notifier" not in {thread.name for thread in threading.enumerate()}, interval_seconds=0.001)
+        return sys.getrefcount(array), sys.getrefcount(callback)
+
+    before = rounds(1)
+    assert rounds(200) == before
+
+
+def test_a_child_forked_with_callbacks_outstanding_ends(engine, tmp_path):
+    out = run_child(
+        """
+        import os, sys
+        from lohan._native import FaultPlan, IoEngine, IoPool
+        plan, called = FaultPlan(), []
+        pool = IoPool(engine=IoEngine[sys.argv[2]], faults=plan)
+        file = pool.open(sys.argv[1] + "/file", size_bytes=4096)
+        plan.hold(1)
+        ticket = file.write(0, bytes(4096))
+        ticket.on_done(called.append)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)  # with all destructors, and no thread that could call back
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), called)
+        plan.release()
+        """,
+        tmp_path,
+        engine.name,
+    )
+    assert out.split() == ["0", "[]"]
+
+
 def test_the_interpreter_ends_after_its_callbacks(engine, tmp_path):
     out = run_child(
         """
