@@ -12,6 +12,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -70,6 +71,12 @@ inline int64_t OpenDescriptors() {
   int64_t count = 0;
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) ++count;
   return count;
+}
+
+inline std::shared_ptr<FaultPlan> NewPlan() { return std::make_shared<FaultPlan>(); }
+
+inline void WaitUntilHeld(const FaultPlan& plan, int64_t count) {
+  while (plan.held() < count) std::this_thread::yield();
 }
 
 /// Makes an engine with `concurrency` calls at a time in each directory.
