@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <stdexcept>
 #include <utility>
 
@@ -41,8 +40,8 @@ MemberFile::MemberFile(std::string path, Missing missing) : path_(std::move(path
   identity_ = {status.st_dev, status.st_ino};
   size_bytes_ = status.st_size;
   if (!created) size_before_bytes_ = status.st_size;
-  const std::filesystem::path parent = std::filesystem::path(path_).parent_path();
-  const std::string folder = parent.empty() ? std::string(".") : parent.string();
+  const size_t slash = path_.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : slash == 0 ? "/" : path_.substr(0, slash);
   CheckedCall("stat", folder, std::nullopt, [&] { return stat(folder.c_str(), &status); });
   directory_ = {status.st_dev, status.st_ino};
 }
