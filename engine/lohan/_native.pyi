@@ -1,5 +1,5 @@
 """
-The native core: AdamW on the CPU, aligned memory, and parallel direct file I/O.
+The native core: AdamW on the CPU, aligned memory, checksums, and parallel direct file I/O.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -187,6 +187,26 @@ def read_modify_write(a: object, b: object, c: object, source: object, *, pool: 
     Add `source` to `a`, `b` and `c`, all float32: 28 bytes of memory traffic an element.
 
     The reference for an update's speed: its own pattern of streams with nothing to compute.
+    """
+
+def checksum(array: object, *, pool: ThreadPool) -> int:
+    """
+    CRC-32C (Castagnoli, RFC 3720) of the bytes of a 1-D contiguous host array of any element type.
+
+    The standard value, whatever the number of threads; 0 for an empty array. Releases the GIL.
+
+    Raises TypeError for what is no array, ValueError for one that cannot be used.
+    """
+
+def copy_with_checksum(target: object, source: object, *, pool: ThreadPool) -> int:
+    """
+    Copy the bytes of `source` to `target` and return the CRC-32C of what `target` then holds.
+
+    Both are 1-D contiguous host arrays of equal size in bytes; element types may differ. One pass over
+    memory: tiles of 256 KiB are summed while they lie in the cache. Releases the GIL.
+
+    Raises TypeError for what is no array, ValueError for sizes that differ, memory that overlaps, or an array
+    that cannot be used.
     """
 
 class IoErrorKind(enum.Enum):

@@ -44,6 +44,7 @@ std::string NameOf(nb::dlpack::dtype dtype);
 
 void InitMemory(nb::module_& m);
 void InitAdam(nb::module_& m);
+void InitChecksum(nb::module_& m);
 void InitIo(nb::module_& m);
 
 }  // namespace lohan
