@@ -5,9 +5,53 @@
 namespace lohan {
 namespace {
 
-/// Why nanobind could not import the object, for the cases a caller meets.
-[[noreturn]] void Refuse(nb::handle object, const char* name, ArrayUse use) {
+/// What the object's own __dlpack__ gave: a capsule, or the reason why there is none.
+struct Exported {
+  nb::object capsule;
+  std::string refusal;
+};
+
+/// The text of the Python error that is set, which is cleared.
+std::string TakeError() {
+  nb::python_error error;  // takes it over
+  return nb::cast<std::string>(nb::str(error.value()));
+}
+
+/// Calls __dlpack__ here, not in nanobind: handed the capsule itself, nanobind marks it as used, so that an
+/// exporter that gives the same one twice is refused instead of its memory being freed twice. The reason an
+/// exporter gives for a refusal is kept as well.
+Exported Export(nb::handle object) {
+  const nb::object method = object.attr("__dlpack__");
+  Exported exported;
+  try {
+    try {
+      exported.capsule = method(nb::arg("max_version") = nb::make_tuple(1, 0));
+    } catch (const nb::python_error& error) {
+      // Exporters older than array API 2023 do not know the argument.
+      if (!error.matches(PyExc_TypeError)) throw;
+      exported.capsule = method();
+    }
+  } catch (const nb::python_error& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt and its kin
+    exported.refusal = nb::cast<std::string>(nb::str(error.value()));
+    return exported;
+  }
+  if (!PyCapsule_CheckExact(exported.capsule.ptr())) {
+    exported.capsule.reset();
+    exported.refusal = "its __dlpack__ returns no capsule";
+  }
+  return exported;
+}
+
+/// Why the object could not be imported, for the cases a caller meets.
+[[noreturn]] void Refuse(nb::handle object, const char* name, ArrayUse use, const std::string& refusal) {
   const std::string type = nb::cast<std::string>(object.type().attr("__name__"));
+  if (PyCapsule_CheckExact(object.ptr())) {
+    throw nb::value_error((std::string(name) +
+                           ": the capsule holds no array, or was used before; a DLPack capsule can be used "
+                           "once: pass the array itself")
+                              .c_str());
+  }
   const bool is_array = nb::hasattr(object, "__dlpack__") || PyObject_CheckBuffer(object.ptr());
   if (!is_array) {
     throw nb::type_error((std::string(name) +
@@ -16,10 +60,30 @@ namespace {
                           type)
                              .c_str());
   }
+  const std::string reason =
+      refusal.empty() ? "it may be read-only, used up, or of a data type without a DLPack form" : refusal;
   throw nb::value_error((std::string(name) + ": the " + type + " cannot be used as " +
-                         (use == ArrayUse::kWrite ? "a writable" : "an") +
-                         " array on the host; it may be read-only or of a data type without a DLPack form")
+                         (use == ArrayUse::kWrite ? "a writable" : "an") + " array on the host: " + reason)
                             .c_str());
+}
+
+/// Whether a torch tensor is longer than its storage, which may be resized behind its back; DLPack does not
+/// tell.
+bool EndsBeyondStorage(nb::handle object) {
+  if (!nb::hasattr(object, "untyped_storage")) return false;
+  const auto end =
+      nb::cast<int64_t>(object.attr("storage_offset")()) + nb::cast<int64_t>(object.attr("numel")());
+  const auto held = nb::cast<int64_t>(object.attr("untyped_storage")().attr("nbytes")());
+  return end > held / nb::cast<int64_t>(object.attr("itemsize"));
+}
+
+/// Imports into `owner`; false when nanobind refuses.
+bool TryImport(nb::handle source, ArrayUse use, nb::ndarray<nb::ro>& owner) {
+  if (use == ArrayUse::kRead) return nb::try_cast(source, owner, false);
+  nb::ndarray<> writable;
+  if (!nb::try_cast(source, writable, false)) return false;
+  owner = nb::ndarray<nb::ro>(writable);
+  return true;
 }
 
 }  // namespace
@@ -36,20 +100,25 @@ std::string NameOf(nb::dlpack::dtype dtype) {
 }
 
 HostArray ImportArray(nb::handle object, const char* name, ArrayUse use) {
-  // torch refuses these in __dlpack__ too, but nanobind then takes an older way round that check.
   if (nb::getattr(object, "requires_grad", nb::bool_(false)).is(nb::bool_(true))) {
     throw nb::value_error((std::string(name) + ": the tensor requires grad; pass its .detach()").c_str());
   }
   HostArray array;
-  bool imported = false;
-  if (use == ArrayUse::kWrite) {
-    nb::ndarray<> writable;
-    imported = nb::try_cast(object, writable, false);
-    if (imported) array.owner = nb::ndarray<nb::ro>(writable);
-  } else {
-    imported = nb::try_cast(object, array.owner, false);
+  nb::object source;
+  std::string refusal;
+  if (PyCapsule_CheckExact(object.ptr())) {
+    source = nb::borrow(object);
+  } else if (nb::hasattr(object, "__dlpack__")) {
+    Exported exported = Export(object);
+    source = std::move(exported.capsule);
+    refusal = std::move(exported.refusal);
   }
-  if (!imported) Refuse(object, name, use);
+  if (!source.is_valid() && PyObject_CheckBuffer(object.ptr())) {
+    // As a memoryview it has strides, which nanobind reads unasked and some exporters (ctypes) leave out.
+    source = nb::steal(PyMemoryView_FromObject(object.ptr()));
+    if (!source.is_valid()) refusal = TakeError();
+  }
+  if (!source.is_valid() || !TryImport(source, use, array.owner)) Refuse(object, name, use, refusal);
   const auto fail = [name](const std::string& reason) {
     throw nb::value_error((std::string(name) + ": " + reason).c_str());
   };
@@ -67,6 +136,9 @@ HostArray ImportArray(nb::handle object, const char* name, ArrayUse use) {
   array.item_bytes = array.dtype.bits / 8;
   array.length = static_cast<int64_t>(view.shape(0));
   array.data = const_cast<std::byte*>(static_cast<const std::byte*>(view.data()));
+  if (array.length > 0 && (array.data == nullptr || EndsBeyondStorage(object))) {
+    fail("the array's memory was freed or made smaller");
+  }
   return array;
 }
 

@@ -5,9 +5,8 @@ namespace {
 
 using ByteArray = nb::ndarray<nb::array_api, uint8_t, nb::ndim<1>, nb::device::cpu>;
 
-ByteArray ArrayOf(nb::handle_t<AlignedBuffer> self) {
-  const auto& buffer = nb::cast<const AlignedBuffer&>(self);
-  return ByteArray(buffer.data(), {static_cast<size_t>(buffer.size_bytes())}, self);
+ByteArray ArrayOf(const AlignedBuffer& buffer) {
+  return ByteArray(buffer.data(), {static_cast<size_t>(buffer.size_bytes())}, nb::find(buffer));
 }
 
 }  // namespace
