@@ -12,7 +12,8 @@ class AlignedBuffer:
     """
     Zero-filled host memory, page aligned, advised to use huge pages from 2 MiB on.
 
-    The mapping has exactly the size asked for, rounded up to a page. It is given back when the
+    On a machine with several NUMA nodes it is spread over them from that size on. The mapping has
+    exactly the size asked for, rounded up to a page. It is given back when the
     buffer and the last view of it are gone. A forked child sees zeros in it.
     """
 

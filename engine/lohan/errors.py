@@ -6,6 +6,8 @@ pages print alike: `message` (what was wrong, with the value), `place` (file and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class LohanError(Exception):
     """Base of all errors that are shown to a user as they are."""
@@ -41,12 +43,25 @@ class ModelError(LohanError, ValueError):
 
 
 class CapacityError(LohanError):
-    """The machine has too little of something; the message states need, have and the nearest thing that fits."""
+    """The machine has too little of something; the message states need, have and the nearest thing that fits.
 
-    def __init__(self, message: str, *, need_bytes: int, have_bytes: int, place: str | None = None, remedy: str | None = None) -> None:
+    `holders` says who has how many bytes of it, where that is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        need_bytes: int,
+        have_bytes: int,
+        holders: Mapping[str, int] | None = None,
+        place: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
         super().__init__(message, place=place, remedy=remedy)
         self.need_bytes = need_bytes
         self.have_bytes = have_bytes
+        self.holders = dict(holders or {})
 
 
 class StorageError(LohanError, OSError):

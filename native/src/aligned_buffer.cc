@@ -8,6 +8,7 @@
 #include <string>
 
 #include "lohan/error.h"
+#include "memory_policy.h"
 #include "system.h"
 
 namespace lohan {
@@ -58,6 +59,7 @@ AlignedBuffer::AlignedBuffer(int64_t size_bytes) : size_bytes_(size_bytes) {
     Unmap(data_ + mapped_bytes_, kHugePageBytes - head);
     // Advice only: a kernel without transparent huge pages refuses, and the memory works all the same.
     madvise(data_, static_cast<size_t>(mapped_bytes_), MADV_HUGEPAGE);
+    SpreadOverNodes(data_, mapped_bytes_);
   }
   madvise(data_, static_cast<size_t>(mapped_bytes_), MADV_WIPEONFORK);
 }

@@ -1,4 +1,4 @@
-"""AlignedBuffer, and the arena and store of lohan.memory on top of the native core."""
+"""AlignedBuffer, and the store of lohan.memory on top of the native core."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from lohan._native import AlignedBuffer
-from lohan.errors import CapacityError, LohanError, StorageError
-from lohan.memory.arena import Arena
+from lohan.errors import LohanError, StorageError
 from lohan.memory.store import Store
 from tests.native.children import run_child
 
@@ -60,43 +59,6 @@ def test_sizes_that_cannot_be():
         AlignedBuffer(1 << 60)
     with pytest.raises(TypeError):
         AlignedBuffer(1.5)  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------- arena
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_arena_tensors_are_aligned_exact_and_counted(dtype):
-    with Arena() as arena:
-        tensors = [arena.allocate(elements, dtype) for elements in (1, 1_000, 0)]
-        assert [tensor.numel() for tensor in tensors] == [1, 1_000, 0]
-        assert all(tensor.dtype is dtype and tensor.data_ptr() % 4096 == 0 for tensor in tensors[:2])
-        assert arena.held_bytes == 1_001 * dtype.itemsize
-    assert arena.held_bytes == 0
-    assert not tensors[1].any()  # what a tensor refers to outlives the arena
-
-
-def test_memory_that_cannot_be_had_says_need_and_have():
-    with Arena() as arena, pytest.raises(CapacityError, match="of host memory cannot be had") as caught:
-        arena.allocate(1 << 58, torch.float32)
-    assert caught.value.need_bytes == 1 << 60
-    assert 0 < caught.value.have_bytes < 1 << 60
-
-
-@pytest.mark.gpu
-def test_pinned_memory_is_pinned_and_usable_by_the_native_core(tmp_path):
-    arena = Arena(pinned=True)
-    source, target = arena.allocate(5_000, torch.bfloat16), arena.allocate(5_000, torch.bfloat16)
-    assert source.is_pinned()
-    on_device = torch.randn(5_000, device="cuda", dtype=torch.bfloat16)
-    source.copy_(on_device, non_blocking=True)
-    torch.cuda.synchronize()
-    with Store() as store, store.open(tmp_path / "file", size_bytes=source.nbytes) as file:
-        file.write(0, source).wait()
-        file.read(0, target).wait()
-    assert torch.equal(target.to("cuda"), on_device)
-    arena.close()
-    assert not source.is_pinned()
 
 
 # ---------------------------------------------------------------- store

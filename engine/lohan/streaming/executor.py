@@ -15,6 +15,7 @@ from torch import nn
 from lohan.config import Precision
 from lohan.errors import ConfigError
 from lohan.models.blocks import find_units
+from lohan.planning.plan import Tier
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming import installation
 from lohan.streaming.device import resolve_device
@@ -25,6 +26,7 @@ from lohan.streaming.stages import Stages, working_dtype
 from lohan.streaming.steps import StepDriver
 
 if TYPE_CHECKING:
+    from lohan.memory.arena import Ledger
     from lohan.models.weights import WeightSource
     from lohan.planning.plan import Plan
 
@@ -100,6 +102,11 @@ class Session:
                     yield f"{prefix}.{name}" if prefix else name, buffer.detach().cpu()
 
     @property
+    def host_memory(self) -> Ledger:
+        """Who holds how much of the session's host memory, now and at most."""
+        return self._stages.arena.ledger
+
+    @property
     def statistics(self) -> Statistics:
         steps, stages = self._driver.steps, self._stages
         on_gpu = self.device.type == "cuda"
@@ -168,6 +175,7 @@ def init(
         device: auto, cpu, cuda, cuda:N or a GPU's UUID.
         precision: bf16 computes in bf16 with fp32 master weights; fp32 computes in fp32.
         weights: where the weights come from; None takes those in the model.
+        plan: gives micro-batch and slots where they are None, and bounds the host memory for slots, gradients and states.
         slots: parameter buffers on the device, at least 2; None takes the plan's, else 3.
         threads: for the optimizer; 0 means all CPUs this process may use.
         chunk_parameters: grain of state I/O, a multiple of 2048.
@@ -178,14 +186,10 @@ def init(
         EngineError: model or optimizer are in a state the engine cannot honour.
         ModelError: no blocks were found, or `weights` do not fit.
         CapacityError, StorageError: the state directories cannot hold the states.
+        CapacityError: host memory cannot hold what moves through it.
     """
-    if micro_batch_size is None:
-        micro_batch_size = plan.micro_batch_size if plan is not None else batch_size
-    if slots is None:
-        slots = plan.slots if plan is not None else 3
-    _check_ranges(batch_size=batch_size, seq_length=seq_length, micro_batch_size=micro_batch_size, state_directories=len(state_directories))
-    if slots < 2:
-        raise ConfigError(f"slots is {slots}, expected at least 2", place="slots", remedy="One unit is loaded while another is used.")
+    _check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
+    micro_batch_size, slots = _choose(micro_batch_size, slots, batch_size, plan)
     torch_device = resolve_device(device)
     units = find_units(model)
     installation.check_model(model, units, weights)
@@ -199,6 +203,7 @@ def init(
         slots=slots,
         threads=threads,
         debug=debug,
+        host_budget_bytes=plan.tier(Tier.RAM).capacity_bytes if plan is not None else None,
         load=lambda states: installation.load(states, runtimes, weights),
     )
     installation.replace_parameters(model, runtimes, working_dtype(precision), torch_device)
@@ -209,6 +214,18 @@ def init(
     installation.take_over(optimizer, driver.check)
     stages.stream.prefetch_forward()
     return session
+
+
+def _choose(micro_batch_size: int | None, slots: int | None, batch_size: int, plan: Plan | None) -> tuple[int, int]:
+    """Micro-batch and number of slots: what was asked for, else the plan's, else all rows and 3 slots."""
+    if micro_batch_size is None:
+        micro_batch_size = plan.micro_batch_size if plan is not None else batch_size
+    if slots is None:
+        slots = plan.slots if plan is not None else 3
+    _check_ranges(micro_batch_size=micro_batch_size)
+    if slots < 2:
+        raise ConfigError(f"slots is {slots}, expected at least 2", place="slots", remedy="One unit is loaded while another is used.")
+    return micro_batch_size, slots
 
 
 def _check_ranges(**values: int) -> None:

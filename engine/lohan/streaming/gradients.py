@@ -17,12 +17,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lohan.errors import EngineError
+from lohan.memory.arena import Arena, Paging
 from lohan.streaming.device import Event, delay, make_stream, on_stream
 from lohan.streaming.parameters import DebugMode
 from lohan.streaming.pending import Failure
 
 if TYPE_CHECKING:
-    from lohan.memory.arena import Arena
     from lohan.states.layout import UnitLayout
 
 
@@ -178,7 +178,10 @@ class GradientOffload:
         debug: DebugMode,
     ) -> None:
         self._device, self._failure, self._debug = device, failure, debug
-        self._free = [HostGradient(arena.allocate(elements, dtype), device) for _ in range(buffers)]
+        paging = Paging.for_copies_with(device)
+        self._free = [
+            HostGradient(arena.allocate(elements, dtype, holder="host gradient buffers", paging=paging), device) for _ in range(buffers)
+        ]
         self._changed = threading.Condition()
         failure.wake(self._changed)
         self._stream = make_stream(device)

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,12 +158,13 @@ class OptimizerWorker:
         self._store, self._pending, self._failure, self._give_back = store, pending, failure, give_back
         self._pool = ThreadPool(threads)
         with_weights = precision is Precision.BF16
+        allocate = partial(arena.allocate, chunk_elements, holder="optimizer staging")
         self._free = [
             _Buffers(
-                master=arena.allocate(chunk_elements, torch.float32),
-                first_moment=arena.allocate(chunk_elements, torch.float32),
-                second_moment=arena.allocate(chunk_elements, torch.float32),
-                weights=arena.allocate(chunk_elements, torch.bfloat16) if with_weights else None,
+                master=allocate(torch.float32),
+                first_moment=allocate(torch.float32),
+                second_moment=allocate(torch.float32),
+                weights=allocate(torch.bfloat16) if with_weights else None,
             )
             for _ in range(_CHUNKS_IN_FLIGHT)
         ]

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan.errors import EngineError
+from lohan.memory.arena import Arena, Paging
 from lohan.streaming.device import Event, delay, make_stream, on_stream
 from lohan.streaming.pending import Failure, PendingUpdates
 
 if TYPE_CHECKING:
-    from lohan.memory.arena import Arena
     from lohan.states.layout import UnitLayout
     from lohan.states.state_store import StateStore
 
@@ -122,11 +122,19 @@ class ParameterStream:
         self._delays = random.Random(0)  # noqa: S311 - not for secrets
         largest = max(layout.elements for layout in layouts)
         self._stream = make_stream(device)
-        self._staging = [arena.allocate(largest, dtype) for _ in range(2)] if device.type == "cuda" else []
+        on_cpu = device.type == "cpu"
+        self._staging = [
+            arena.allocate(largest, dtype, holder="host staging", paging=Paging.for_copies_with(device)) for _ in range(0 if on_cpu else 2)
+        ]
         self._staged = [Event(device) for _ in self._staging]
         # On the CPU a slot is host memory that files are read into directly.
-        make = arena.allocate if device.type == "cpu" else lambda count, kind: torch.empty(count, dtype=kind, device=device)
-        self._slots = [_Slot(make(largest, dtype), device) for _ in range(slots)]
+        self._slots = [
+            _Slot(
+                arena.allocate(largest, dtype, holder="parameter slots") if on_cpu else torch.empty(largest, dtype=dtype, device=device),
+                device,
+            )
+            for _ in range(slots)
+        ]
         self._changed = threading.Condition()
         self._clock = 0
         self._requests: queue.SimpleQueue[tuple[_Slot, int] | None] = queue.SimpleQueue()

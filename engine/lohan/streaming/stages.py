@@ -43,6 +43,7 @@ class Stages:
         slots: int,
         threads: int,
         debug: DebugMode,
+        host_budget_bytes: int | None,
         load: Callable[[StateStore], None],
     ) -> None:
         self.device, self.precision = device, precision
@@ -51,21 +52,19 @@ class Stages:
         self.pending = PendingUpdates(self.failure)
         trainable_chunks = [chunk.length for layout in layouts for chunk in layout.chunks if chunk.trainable]
         with contextlib.ExitStack() as stack:
-            # Only what the GPU copies from or to is pinned: pinning takes half a second per GB.
-            pinned, pageable = Arena(pinned=device.type == "cuda"), Arena()
-            stack.callback(pageable.close)
-            stack.callback(pinned.close)
+            self.arena = Arena(budget_bytes=host_budget_bytes)
+            stack.callback(self.arena.close)
             store = Store()
             stack.callback(store.close)
             self.states = StateStore(layouts, directories, precision, store)
             stack.callback(self.states.close)
             load(self.states)
             self.stream = ParameterStream(
-                layouts, self.states, pinned, self.pending, self.failure, order, device=device, dtype=working, slots=slots, debug=debug
+                layouts, self.states, self.arena, self.pending, self.failure, order, device=device, dtype=working, slots=slots, debug=debug
             )
             stack.callback(self.stream.close)
             self.offload = GradientOffload(
-                pinned,
+                self.arena,
                 self.failure,
                 elements=max(layout.trainable_elements for layout in layouts),
                 dtype=working,
@@ -76,7 +75,7 @@ class Stages:
             stack.callback(self.offload.free)
             self.worker = OptimizerWorker(
                 self.states,
-                pageable,
+                self.arena,
                 self.pending,
                 self.failure,
                 self.offload.give_back,

@@ -9,7 +9,8 @@ namespace lohan {
 int64_t PageBytes();
 
 /// Anonymous private memory of exactly the size asked for, rounded up to a page: zero-filled, page aligned,
-/// huge-page aligned and advised from 2 MiB on. A forked child sees zeros in it (MADV_WIPEONFORK): no page
+/// huge-page aligned, advised and (on a machine with several NUMA nodes) spread over the nodes from 2 MiB on.
+/// A forked child sees zeros in it (MADV_WIPEONFORK): no page
 /// is ever shared copy-on-write, so a direct read in flight during a fork cannot land in the child's copy.
 class AlignedBuffer {
  public:
