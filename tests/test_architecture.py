@@ -49,8 +49,8 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
 ENGINE_NEVER = ("lohan_app", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "celery", "kombu", "redis", "pydantic_settings")
 
 # The native core: bytes through the store and the arena, numbers through the optimizer.
-# `lohan doctor` asks whether it loads, and which instruction sets it found.
-NATIVE_USERS = {"lohan.memory.store", "lohan.memory.arena", "lohan.streaming.optimizer", "lohan_app.worker.doctor"}
+# `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct.
+NATIVE_USERS = {"lohan.memory.store", "lohan.memory.arena", "lohan.streaming.optimizer", "lohan_app.worker.native_findings"}
 
 FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "system")
 FEATURE_FILES = ("__init__", "pages", "api", "service", "repository", "schemas", "tasks", "commands")

@@ -20,7 +20,8 @@ from lohan_app.settings import UNIX_SOCKET_PATH_BYTES, Settings
 from lohan_app.worker import broker, celery
 from lohan_app.worker.broker import BrokerMissingError, broker_command, find_broker_binary
 from lohan_app.worker.celery import configuration, send
-from lohan_app.worker.doctor import Status, examine
+from lohan_app.worker.doctor import examine
+from lohan_app.worker.findings import Status
 from lohan_app.worker.processes import holding, is_held
 from lohan_app.worker.up import base_url, first_line, listen, take_up_lock
 from lohan_app.worker.wake import wait_for_wake, wake

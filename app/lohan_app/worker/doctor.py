@@ -10,44 +10,26 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 from sqlalchemy.exc import DBAPIError
 
 import lohan
 from lohan.errors import LohanError, StorageError
-from lohan.hardware.probe import HardwareFacts, StateDirectoryFacts, probe
-from lohan.planning.planner import SSD_RESERVE_BYTES
+from lohan.hardware.probe import HardwareFacts, probe
 from lohan.units import format_bytes
 from lohan_app.db import check_connection, create_db_engine
 from lohan_app.hardware.service import choices
 from lohan_app.settings import Settings
 from lohan_app.worker.broker import answers, find_broker_binary
+from lohan_app.worker.findings import Finding, Status
+from lohan_app.worker.native_findings import kernel_services, native_core, state_drive
 from lohan_app.worker.processes import FileLock, is_held
 from lohan_app.worker.up import listen
 
 OLDEST_PYTHON = (3, 11)
 EXIT_FINE, EXIT_MISSING = 0, 1
-
-
-class Status(StrEnum):
-    OK = "ok"
-    NOTE = "note"
-    """Works, and somebody may want to know."""
-    MISSING = "missing"
-    """Needed, and not there or not right."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    subject: str
-    status: Status
-    text: str
-    remedy: str | None = None
 
 
 def run_doctor(settings: Settings, *, as_json: bool, say: Callable[[str], None] = print) -> int:
@@ -77,7 +59,7 @@ def examine(settings: Settings) -> list[Finding]:
         *_software(),
         *_machine(settings, facts),
         *folders,
-        *(_drive(directory) for directory in facts.state_directories),
+        *(state_drive(directory) for directory in facts.state_directories),
         *_models(settings),
         *([_database(settings)] if settings.database_url or (settings.data_dir / "db").is_dir() else []),
         _broker(settings),
@@ -96,17 +78,8 @@ def _software() -> Iterator[Finding]:
             yield Finding(package, Status.OK, version(package))
         except PackageNotFoundError:
             yield Finding(package, Status.MISSING, "not installed", f"Run pip install {package}.")
-    yield _native_core()
-
-
-def _native_core() -> Finding:
-    try:
-        from lohan._native import available_instruction_sets
-    except ImportError as error:
-        remedy = "Build it: pip install . (needs a C++ compiler and Python's headers)."
-        return Finding("native core", Status.MISSING, f"cannot be loaded: {error}", remedy)
-    widest = available_instruction_sets()[-1].name.replace("AVX512", "AVX-512").lower().replace("avx", "AVX")
-    return Finding("native core", Status.OK, f"loaded; the optimizer uses {widest} instructions on this processor")
+    yield native_core()
+    yield from kernel_services()
 
 
 def _machine(settings: Settings, facts: HardwareFacts) -> Iterator[Finding]:
@@ -146,17 +119,6 @@ def _folders(settings: Settings) -> Iterator[Finding]:
             yield Finding(subject, Status.OK, f"{folder} can be written to")
         except OSError as error:
             yield Finding(subject, Status.MISSING, f"{folder}: {error.strerror}", "Give this user the folder, or name another.")
-
-
-def _drive(directory: StateDirectoryFacts) -> Finding:
-    space = f"{format_bytes(directory.free_bytes)} free of {format_bytes(directory.total_bytes)} ({directory.filesystem})"
-    subject = "state drive"
-    if directory.free_bytes <= SSD_RESERVE_BYTES:
-        return Finding(subject, Status.MISSING, f"{directory.path}: {space}", "Free space there: states take 12 bytes per parameter.")
-    if not directory.direct_io:
-        text = f"{directory.path}: {space}; it does not take direct I/O, so states go through the page cache"
-        return Finding(subject, Status.NOTE, text, "Use ext4 or XFS on an NVMe drive for speed.")
-    return Finding(subject, Status.OK, f"{directory.path}: {space}, direct I/O")
 
 
 def _models(settings: Settings) -> Iterator[Finding]:
