@@ -9,7 +9,7 @@ import errno
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -73,6 +73,12 @@ class NotFound(ServiceError):  # noqa: N818
 
 class Conflict(ServiceError):  # noqa: N818
     status = 409
+
+
+def still_needed(what: str, runs: Sequence[str], *, place: str) -> Conflict:
+    """The refusal to delete a `what` (`model`, `dataset`) that `runs` need; the first few are named."""
+    message = f"{len(runs)} unfinished run{'s' if len(runs) > 1 else ''} of this {what}: {', '.join(runs[:5])}"
+    return Conflict(message, place=place, remedy="Wait for them, or cancel them first.")
 
 
 class TooLarge(ServiceError):  # noqa: N818

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from lohan.errors import CapacityError, ConfigError, DataError, EngineError, LohanError, ModelError, StorageError
 from lohan_app import db
 from lohan_app.auth.schemas import Scope
-from lohan_app.errors import Conflict, NotFound, Problem, problem_of_error
+from lohan_app.errors import Conflict, NotFound, Problem, problem_of_error, still_needed
 from lohan_app.middleware import DEFAULT_BODY_LIMIT_BYTES, SECURITY_HEADERS, host_is_allowed, own_host_names
 from lohan_app.settings import Settings
 from lohan_app.templating import static_url
@@ -48,6 +48,12 @@ def test_every_error_knows_its_status(error: LohanError, status: int, slug: str)
     assert (problem.status, problem.type) == (status, f"urn:lohan:problem:{slug}")
     body = problem.to_dict()
     assert (body["detail"], body["place"], body["remedy"]) == ("m", "p", "r") and body["title"]
+
+
+def test_what_runs_still_need_names_the_first_few_of_them():
+    one, many = still_needed("model", ["a"], place="id"), still_needed("dataset", list("abcdefg"), place="id")
+    assert (one.message, one.status, one.place) == ("1 unfinished run of this model: a", 409, "id")
+    assert many.message == "7 unfinished runs of this dataset: a, b, c, d, e"
 
 
 # ---------------------------------------------------------------- over the wire

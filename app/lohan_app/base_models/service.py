@@ -17,7 +17,7 @@ from lohan_app.context import AppContext
 from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import BaseModel, BaseModelSource, BaseModelState
 from lohan_app.entities.base import now
-from lohan_app.errors import Conflict, NotFound, Unprocessable
+from lohan_app.errors import Conflict, NotFound, Unprocessable, still_needed
 from lohan_app.paging import Page
 from lohan_app.settings import Settings
 from lohan_app.text import display_name
@@ -112,11 +112,7 @@ def delete_model(context: AppContext, identity: Identity, base_model_id: str) ->
         model = _existing(repository.get_locked(session, base_model_id), base_model_id)
         runs = repository.runs_using(session, base_model_id)
         if runs:
-            raise Conflict(
-                f"{len(runs)} unfinished run{'s' if len(runs) > 1 else ''} of this model: {', '.join(runs[:5])}",
-                place=base_model_id,
-                remedy="Wait for them, or cancel them first.",
-            )
+            raise still_needed("model", runs, place=base_model_id)
         model.deleted_at = now()
         add_audit_entry(session, user_id=identity.user_id, action="base_model.delete", subject=base_model_id, address=identity.address)
     shutil.rmtree(model_folder(context.settings, base_model_id), ignore_errors=True)

@@ -18,7 +18,7 @@ from lohan_app.datasets.upload import FORM_OVERHEAD_BYTES, UploadFile, disk_full
 from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import Dataset, DatasetState
 from lohan_app.entities.base import now
-from lohan_app.errors import Conflict, NotFound, Unprocessable
+from lohan_app.errors import Conflict, NotFound, Unprocessable, still_needed
 from lohan_app.paging import DEFAULT_LIMIT, Page, make_page
 from lohan_app.settings import Settings
 from lohan_app.text import display_name
@@ -178,11 +178,7 @@ def delete_dataset(context: AppContext, identity: Identity, dataset_id: str) -> 
             raise Conflict("the dataset is still being uploaded", place=dataset_id, remedy="Wait for the upload, or stop it.")
         runs = repository.runs_using(session, dataset_id)
         if runs:
-            raise Conflict(
-                f"{len(runs)} unfinished run{'s' if len(runs) > 1 else ''} of this dataset: {', '.join(runs[:5])}",
-                place=dataset_id,
-                remedy="Wait for them, or cancel them first.",
-            )
+            raise still_needed("dataset", runs, place=dataset_id)
         dataset.deleted_at = now()
         add_audit_entry(session, user_id=identity.user_id, action="dataset.delete", subject=dataset_id, address=identity.address)
     _discard_files(context.settings, dataset_id)
