@@ -10,9 +10,9 @@ import pytest
 
 from lohan.config import EngineSection, Precision, TrainingSection
 from lohan.errors import CapacityError, ConfigError
-from lohan.hardware.probe import CpuFacts, GpuFacts, HardwareFacts, RamFacts, StateDirectoryFacts, probe
+from lohan.hardware.probe import CpuFacts, GpuFacts, HardwareFacts, RamFacts, StateDirectoryFacts, _cpu, probe
 from lohan.planning.plan import Plan, Tier
-from lohan.planning.planner import make_plan
+from lohan.planning.planner import default_precision, make_plan
 from lohan.planning.workload import UnitKind, UnitWorkload, Workload
 from lohan.units import GIB
 
@@ -239,6 +239,45 @@ def test_probe_of_this_machine(tmp_path):
     assert probe([tmp_path / "not" / "yet", tmp_path]).digest == facts.digest
     assert HardwareFacts.model_validate_json(facts.model_dump_json()) == facts
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "multiplies_bf16"),
+    [
+        ("model name\t: AMD EPYC 9\nflags\t\t: fpu avx512f avx512_bf16\n\nmodel name\t: second", "AMD EPYC 9", True),
+        ("model name\t: Xeon\nflags\t\t: avx2 amx_bf16 amx_tile\n", "Xeon", True),
+        ("model name\t: Core i7\nflags\t\t: fpu avx2 avx512f avx512_bf16x\n\nflags : avx512_bf16", "Core i7", False),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16\n", None, True),
+        ("", None, False),
+        (None, None, False),
+    ],
+)
+def test_the_cpu_by_its_instructions(tmp_path, lines, name, multiplies_bf16):
+    cpuinfo = tmp_path / "cpuinfo"
+    if lines is not None:
+        cpuinfo.write_text(lines)
+    cpu = _cpu(cpuinfo)
+    assert cpu.multiplies_bf16 is multiplies_bf16
+    assert cpu.name == name if name else cpu.name
+
+
+def test_bf16_is_the_default_except_on_a_cpu_without_its_instructions():
+    old, new = machine(gpu_gib=None), machine(gpu_gib=None)
+    new = new.model_copy(update={"cpu": new.cpu.model_copy(update={"multiplies_bf16": True})})
+    assert default_precision(EngineSection(), old) is Precision.FP32
+    assert default_precision(EngineSection(), new) is Precision.BF16
+    assert default_precision(EngineSection(), machine()) is Precision.BF16
+    assert default_precision(EngineSection(device="cpu"), machine()) is Precision.FP32
+    with pytest.raises(ConfigError, match="cuda:7"):
+        default_precision(EngineSection(device="cuda:7"), machine())
+
+
+def test_a_plan_in_bf16_for_a_cpu_without_it_says_so():
+    cpu = EngineSection(device="cpu")
+    notes = {precision: " ".join(plan_of(engine=cpu, precision=precision).notes) for precision in Precision}
+    assert "This CPU has no bf16 instructions" in notes[Precision.BF16]
+    assert "instructions" not in notes[Precision.FP32]
+    assert "instructions" not in " ".join(plan_of().notes)
 
 
 def test_planning_loads_no_torch():

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
+from lohan.config import Precision
 from lohan.errors import CapacityError, LohanError
 from lohan_app.auth.dependencies import PageUser, require_session
 from lohan_app.auth.schemas import Identity, Scope
@@ -88,6 +89,13 @@ def _devices(context: AppContext) -> list[tuple[str, str]]:
     return [("auto", "Automatic"), *gpus, *([("cpu", "CPU")] if with_cpu else [])]
 
 
+def _suggested_precision(context: AppContext) -> tuple[Precision, str]:
+    try:
+        return service.suggest_precision(context)
+    except LohanError:
+        return Precision.BF16, ""
+
+
 def _usable_datasets(context: AppContext, identity: Identity) -> list[DatasetView]:
     usable = (DatasetState.READY, DatasetState.HAS_BAD_ROWS)
     return [dataset for dataset in datasets.list_datasets(context, identity, limit=MAXIMUM_LIMIT).items if dataset.state in usable]
@@ -106,6 +114,7 @@ def _form_fields(context: AppContext, identity: Identity, values: dict[str, Any]
         "models": [(model.id, model.name) for model in models],
         "datasets": [(dataset.id, dataset.name) for dataset in usable],
         "devices": _devices(context),
+        "precision_reason": _suggested_precision(context)[1],
         "values": values,
         "faults": defaultdict(str, faults),
         "problem": error,
@@ -132,7 +141,7 @@ def _plan_fields(context: AppContext, identity: Identity, form: Mapping[str, str
 
 @router.get("/runs/new")
 def new_run_page(request: Request, identity: PageUser, context: Context, base_model_id: str = "", dataset_id: str = "") -> HTMLResponse:
-    values = run_form.default_values() | {"base_model_id": base_model_id, "dataset_id": dataset_id}
+    values = run_form.default_values(_suggested_precision(context)[0]) | {"base_model_id": base_model_id, "dataset_id": dataset_id}
     fields = _form_fields(context, identity, values) | {"idempotency_key": uuid.uuid4().hex}
     if values["base_model_id"]:
         context_length = base_models.get_model(context, values["base_model_id"]).context_length

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lohan.config import EngineSection, TrainingSection
+from lohan.config import EngineSection, Precision, TrainingSection
 from lohan.hardware.probe import HardwareFacts
 from lohan.planning.plan import Plan
-from lohan.planning.planner import make_plan
+from lohan.planning.planner import SLOW_BF16, default_precision, make_plan
 from lohan.planning.workload import Workload
 from lohan_app.entities import BaseModel, Run
 from lohan_app.errors import Unprocessable
@@ -19,7 +19,7 @@ CPU_DEVICES = ("cpu:0",)
 def plan_run(
     model: BaseModel, training: TrainingSection, engine: EngineSection, *, facts: HardwareFacts, active: Sequence[Run], settings: Settings
 ) -> Plan:
-    """The memory split of a run of `model`.
+    """The memory split of a run of `model`; a precision that `training` leaves open becomes the one that suits the device.
 
     What our own active runs hold counts as free: a run waits for them, and must not be refused because one of them is at work.
 
@@ -29,7 +29,15 @@ def plan_run(
     """
     usable = _as_if_idle(_usable(facts, settings), active)
     _check_device(engine.device, usable, settings)
+    if "precision" not in training.model_fields_set:
+        training = training.model_copy(update={"precision": default_precision(engine, usable)})
     return make_plan(Workload.model_validate(model.workload), model_name=model.name, training=training, engine=engine, hardware=usable)
+
+
+def suggested_precision(facts: HardwareFacts, settings: Settings) -> tuple[Precision, str]:
+    """What suits the device that `auto` takes, and why where that is not bf16."""
+    precision = default_precision(EngineSection(), _usable(facts, settings))
+    return precision, SLOW_BF16 if precision is Precision.FP32 else ""
 
 
 def _usable(facts: HardwareFacts, settings: Settings) -> HardwareFacts:

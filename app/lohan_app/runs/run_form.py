@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lohan.config import EngineSection, TrainingSection
+from lohan.config import EngineSection, Precision, TrainingSection
 from lohan.units import GIB
 from lohan_app.forms import FormError, read_form, without_blanks
 from lohan_app.runs.schemas import PlanRequest, RunRequest
@@ -31,8 +31,8 @@ MORE_FIELDS = frozenset({"schedule", "warmup_steps", "weight_decay", "evaluation
 """Fields that lie under "More settings"."""
 
 
-def default_values() -> dict[str, Any]:
-    """The form as it opens: the engine's own defaults."""
+def default_values(precision: Precision = Precision.BF16) -> dict[str, Any]:
+    """The form as it opens: the engine's own defaults, and the precision that suits the machine."""
     training, engine = TrainingSection(), EngineSection()
     return {
         "base_model_id": "",
@@ -44,7 +44,7 @@ def default_values() -> dict[str, Any]:
         "learning_rate": format_rate(training.learning_rate),
         "epochs": format_rate(training.epochs),
         "max_steps": "",
-        "precision": str(training.precision),
+        "precision": str(precision),
         "schedule": str(training.schedule),
         "warmup_steps": training.warmup_steps,
         "weight_decay": format_rate(training.weight_decay),

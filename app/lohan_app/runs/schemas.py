@@ -25,7 +25,7 @@ def _no_boolean(value: object) -> object:
 
 
 class TrainingRequest(TrainingSection):
-    """`lohan.config.TrainingSection`."""
+    """`lohan.config.TrainingSection`; without `precision` the device decides (`runs.planning.plan_run`)."""
 
     _numbers = field_validator("*", mode="before")(_no_boolean)
 

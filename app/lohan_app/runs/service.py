@@ -11,6 +11,7 @@ from pathlib import Path
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from lohan.config import Precision
 from lohan.planning.plan import Plan
 from lohan_app.auth.repository import add_audit_entry
 from lohan_app.auth.schemas import Identity
@@ -37,7 +38,7 @@ from lohan_app.runs import queries, repository
 from lohan_app.runs.announce import announce
 from lohan_app.runs.curve import POINTS_LIMIT, down_sample
 from lohan_app.runs.logs import read_log
-from lohan_app.runs.planning import plan_run
+from lohan_app.runs.planning import plan_run, suggested_precision
 from lohan_app.runs.schemas import LogView, MetricPoint, MetricsView, PlanRequest, RunDetail, RunRequest, RunView, detail_of, view_of
 from lohan_app.worker.celery import send, wake
 
@@ -67,6 +68,11 @@ def plan(context: AppContext, identity: Identity, request: PlanRequest) -> Plan:
         if request.dataset_id is not None:
             _visible_dataset(datasets.get(session, request.dataset_id), identity)
     return _plan(context, model, request)
+
+
+def suggest_precision(context: AppContext) -> tuple[Precision, str]:
+    """What a run that names no precision is trained in on this machine, and why where that is not bf16."""
+    return suggested_precision(context.hardware.facts(), context.settings)
 
 
 def _plan(context: AppContext, model: BaseModel, request: PlanRequest) -> Plan:
@@ -174,13 +180,14 @@ def _store(context: AppContext, identity: Identity, request: RunRequest, made: P
             return answered
         model = _checked_model(base_models.get_locked(session, request.base_model_id))
         dataset = _checked_dataset(datasets.get_locked(session, request.dataset_id), identity, request)
+        training = request.training.model_copy(update={"precision": Precision(made.precision)})
         run = Run(
             owner_id=identity.user_id,
             name=request.name,
             base_model_id=model.id,
             dataset_id=dataset.id,
             skip_bad_rows=request.skip_bad_rows,
-            settings={"training": request.training.model_dump(mode="json"), "engine": request.engine.model_dump(mode="json")},
+            settings={"training": training.model_dump(mode="json"), "engine": request.engine.model_dump(mode="json")},
             plan=made.model_dump(mode="json"),
             state=RunState.QUEUED,
             devices=[],

@@ -14,6 +14,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 Bytes = Annotated[int, Field(ge=0)]
+_BF16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 class _Facts(BaseModel):
@@ -26,6 +27,8 @@ class CpuFacts(_Facts):
     """Logical CPUs of the machine."""
     usable_cores: int
     """Logical CPUs this process may run on."""
+    multiplies_bf16: bool = False
+    """Whether it has instructions for bf16 matrices (AVX512-BF16, AMX-BF16, or Arm's BF16): without them bf16 is slower than fp32."""
 
 
 class RamFacts(_Facts):
@@ -97,7 +100,7 @@ def probe(state_directories: Sequence[Path] = ()) -> HardwareFacts:
         notes.append(f"{len(gpus)} GPU(s) were found, but the installed torch is a CPU build: runs use the CPU.")
         gpus = ()
     return HardwareFacts(
-        cpu=CpuFacts(name=_cpu_name(), cores=os.cpu_count() or 1, usable_cores=len(os.sched_getaffinity(0))),
+        cpu=_cpu(),
         ram=_ram(),
         gpus=gpus,
         state_directories=tuple(_state_directory(Path(path)) for path in state_directories),
@@ -105,15 +108,31 @@ def probe(state_directories: Sequence[Path] = ()) -> HardwareFacts:
     )
 
 
-def _cpu_name() -> str:
+def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuFacts:
+    fields = _first_processor(cpuinfo)
+    # x86 lists its instructions as `flags`, Arm as `Features`.
+    instructions = f"{fields.get('flags', '')} {fields.get('Features', '')}".split()
+    return CpuFacts(
+        name=fields.get("model name", "") or platform.processor() or platform.machine(),
+        cores=os.cpu_count() or 1,
+        usable_cores=len(os.sched_getaffinity(0)),
+        multiplies_bf16=not _BF16_INSTRUCTIONS.isdisjoint(instructions),
+    )
+
+
+def _first_processor(cpuinfo: Path) -> dict[str, str]:
+    """The fields of the first processor the kernel lists; none where it lists none."""
+    fields: dict[str, str] = {}
     try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+        with cpuinfo.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
+                if not line.strip():
+                    break
+                name, _, value = line.partition(":")
+                fields[name.strip()] = value.strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return fields
 
 
 def _ram() -> RamFacts:

@@ -33,6 +33,19 @@ SSD_RESERVE_BYTES = 1 * GIB
 """Left on every drive."""
 
 
+SLOW_BF16 = "This CPU has no bf16 instructions, so that bf16 takes 5 to 40 times as long as fp32."
+
+
+def default_precision(engine: EngineSection, hardware: HardwareFacts) -> Precision:
+    """What a run should use that has no reason for another: bf16, and fp32 on a CPU that has no instructions for bf16.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    on_slow_cpu = _choose_gpu(engine, hardware) is None and not hardware.cpu.multiplies_bf16
+    return Precision.FP32 if on_slow_cpu else Precision.BF16
+
+
 def make_plan(workload: Workload, *, model_name: str, training: TrainingSection, engine: EngineSection, hardware: HardwareFacts) -> Plan:
     """The memory split of a run on `hardware`.
 
@@ -58,6 +71,8 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
     notes = [_micro_batch_note(engine, training, micro_batch)]
     if training.precision is Precision.BF16:
         notes.append("Master weights and moments are fp32; the device computes with a bf16 copy of the weights.")
+        if default_precision(engine, hardware) is Precision.FP32:
+            notes.append(f"{SLOW_BF16} Use fp32.")
     return Plan(
         model=model_name,
         parameters=workload.parameters,
