@@ -35,7 +35,7 @@ def test_killed_web_server(appliance: Appliance) -> None:
     with TrainerCount(appliance, run_id) as count:
         killed = appliance.web()
         killed.kill()
-        wait_until(lambda: not killed.is_running(), what="its end")
+        wait_until(lambda: not is_alive(killed), what="its end")
         wait_until(appliance.is_ready, what="the web server's restart")
         appliance.release(run_id)
         appliance.wait_for_end(run_id)
@@ -49,7 +49,7 @@ def test_killed_celery_worker(appliance: Appliance, queue: str) -> None:
     with TrainerCount(appliance, run_id) as count:
         killed = appliance.celery(queue)
         killed.kill()
-        wait_until(lambda: not killed.is_running() and appliance.pool_children(queue), what="the Celery worker's restart")
+        wait_until(lambda: not is_alive(killed) and appliance.pool_children(queue), what="the Celery worker's restart")
         appliance.release(run_id)
         appliance.wait_for_end(run_id)
     appliance.check_whole_curve(run_id, attempt=1)
@@ -74,7 +74,7 @@ def test_killed_worker_with_its_reconciler(appliance: Appliance) -> None:
     with TrainerCount(appliance, run_id) as count:
         killed = appliance.worker()
         killed.kill()
-        wait_until(lambda: not killed.is_running(), what="its end")
+        wait_until(lambda: not is_alive(killed), what="its end")
         appliance.release(run_id)
         appliance.wait_for_end(run_id)
     appliance.check_whole_curve(run_id, attempt=1)
@@ -99,7 +99,7 @@ def test_killed_broker(appliance: Appliance) -> None:
     with TrainerCount(appliance, run_id) as count:
         killed = appliance.broker()
         killed.kill()
-        wait_until(lambda: not killed.is_running(), what="its end")
+        wait_until(lambda: not is_alive(killed), what="its end")
         after = appliance.submit()
         appliance.release(run_id)
         appliance.wait_for_end(run_id)
@@ -160,9 +160,9 @@ def test_killed_lohan_up_takes_its_children_along_and_leaves_the_run(appliance: 
     run_id = appliance.submit_held()
     children = appliance.up.children(recursive=True)
     appliance.kill_up()
-    wait_until(lambda: not any(child.is_running() for child in children), what="the children's end")
+    wait_until(lambda: not any(is_alive(child) for child in children), what="the children's end")
     assert len(appliance.trainers(run_id)) == 1
-    assert appliance.supervisor(run_id).is_running()
+    assert is_alive(appliance.supervisor(run_id))
     appliance.release(run_id)
     appliance.wait_for_end(run_id)
     appliance.check_whole_curve(run_id, attempt=1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fixtures.processes import no_process_left
+from fixtures.processes import is_alive, no_process_left
 from fixtures.waiting import wait_until
 
 from lohan_app.worker.children import Child, end_all
@@ -143,7 +143,7 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         wait_until(lambda: child.name() == "sleep", what="the child")
         parent.kill()
-    wait_until(lambda: not child.is_running(), what="the child's end")
+    wait_until(lambda: not is_alive(child), what="the child's end")
 
 
 def test_a_child_of_a_dead_parent_does_not_start() -> None:
@@ -226,5 +226,5 @@ def test_ending_takes_the_whole_group_along(tmp_path: Path) -> None:
     before = time.monotonic()
     end_all([child])
     assert time.monotonic() - before < 60
-    wait_until(lambda: not any(found.is_running() for found in family), what="the end of all")
+    wait_until(lambda: not any(is_alive(found) for found in family), what="the end of all")
     assert child.pid is None
