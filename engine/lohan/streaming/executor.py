@@ -27,6 +27,7 @@ from lohan.streaming.steps import StepDriver
 
 if TYPE_CHECKING:
     from lohan.memory.arena import Ledger
+    from lohan.models.blocks import Unit
     from lohan.models.weights import WeightSource
     from lohan.planning.plan import Plan
 
@@ -208,9 +209,24 @@ def init(
     )
     installation.replace_parameters(model, runtimes, working_dtype(precision), torch_device)
     driver = StepDriver(runtimes, optimizer, StepCounts([unit.layout for unit in runtimes], group_of), stages)
+    return _install(model, optimizer, units, runtimes, driver, stages, micro_batch_size, limits=(batch_size, seq_length))
+
+
+def _install(
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    units: Sequence[Unit],
+    runtimes: Sequence[UnitRuntime],
+    driver: StepDriver,
+    stages: Stages,
+    micro_batch_size: int,
+    *,
+    limits: tuple[int, int],
+) -> Session:
+    """Let the model compute through the stages and the optimizer belong to them; `limits` are rows and tokens of a batch."""
     session = Session(model, runtimes, stages, driver, micro_batch_size)
-    runner = RegionRunner(stages.stream, driver, device=torch_device, micro_batch_size=micro_batch_size)
-    installation.wrap(model, units, runtimes, runner, (batch_size, seq_length), session.count_fallback)
+    runner = RegionRunner(stages.stream, driver, device=stages.device, micro_batch_size=micro_batch_size)
+    installation.wrap(model, units, runtimes, runner, limits, session.count_fallback)
     installation.take_over(optimizer, driver.check)
     stages.stream.prefetch_forward()
     return session
