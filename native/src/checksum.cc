@@ -25,6 +25,8 @@ const char* NameOf(ChecksumKernel kernel) {
       return "PORTABLE";
     case ChecksumKernel::kSse42:
       return "SSE42";
+    case ChecksumKernel::kAvx512:
+      return "AVX512";
   }
   return "unknown";
 }
@@ -37,6 +39,7 @@ ExtendFunction FunctionOf(ChecksumKernel kernel) {
                                 NameOf(kernel));
   }
 #ifdef LOHAN_X86_KERNELS
+  if (kernel == ChecksumKernel::kAvx512) return &ExtendAvx512;
   if (kernel == ChecksumKernel::kSse42) return &ExtendSse42;
 #endif
   return &ExtendPortable;
@@ -71,6 +74,9 @@ std::vector<ChecksumKernel> AvailableChecksumKernels() {
 #ifdef LOHAN_X86_KERNELS
   if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) {
     available.push_back(ChecksumKernel::kSse42);
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) {
+      available.push_back(ChecksumKernel::kAvx512);
+    }
   }
 #endif
   return available;

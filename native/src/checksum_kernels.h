@@ -41,6 +41,7 @@ constexpr uint32_t PowerOfX(uint64_t exponent) { return PowerModP(kOne >> 1, exp
 uint32_t ExtendPortable(uint32_t state, const std::byte* data, size_t size);
 #ifdef LOHAN_X86_KERNELS
 uint32_t ExtendSse42(uint32_t state, const std::byte* data, size_t size);
+uint32_t ExtendAvx512(uint32_t state, const std::byte* data, size_t size);
 #endif
 
 }  // namespace lohan

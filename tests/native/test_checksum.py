@@ -46,7 +46,7 @@ def test_published_values(pool, data, value):
     assert target == data
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 63, 64, 1535, 1536, 1537, 24575, 24577])
+@pytest.mark.parametrize("length", [1, 7, 8, 63, 64, 511, 512, 513, 769, 1535, 1536, 1537, 24575, 24577])
 @pytest.mark.parametrize("skip", [0, 1, 5])
 def test_equals_the_definition(pool, length, skip):
     data = np.random.default_rng(length).integers(0, 256, skip + length, np.uint8)[skip:]

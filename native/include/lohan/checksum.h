@@ -15,6 +15,7 @@ enum class ChecksumKernel {
   kAuto,      ///< the fastest one available
   kPortable,  ///< eight tables, 8 bytes at a time
   kSse42,     ///< the processor's crc32 instruction on three streams (needs PCLMULQDQ too)
+  kAvx512,    ///< carry-less multiplication of 64 bytes at a time (needs VPCLMULQDQ and kSse42)
 };
 
 /// The kernels this processor can run, slowest first.
