@@ -62,7 +62,9 @@ def test_a_copy_onto_itself_is_refused(pool):
 _NASTY = """
 import array, ctypes, mmap, sys, warnings
 import numpy as np, torch
-from lohan._native import AlignedBuffer, IoPool, ThreadPool, checksum, copy_with_checksum, gradient_norm
+from lohan._native import (
+    AdamState, AlignedBuffer, IoPool, ThreadPool, checksum, copy_with_checksum, gradient_norm, read_modify_write, split_master
+)
 
 pool, io = ThreadPool(2), IoPool(1)
 file = io.open(sys.argv[2], size_bytes=4096)
@@ -127,6 +129,9 @@ functions = {
     "copy target": lambda nasty: copy_with_checksum(nasty, b"1234567890" * 2, pool=pool),
     "copy source": lambda nasty: copy_with_checksum(bytearray(20), nasty, pool=pool),
     "gradient norm": lambda nasty: gradient_norm(nasty, pool=pool),
+    "state": lambda nasty: AdamState(master=nasty, first_moment=torch.zeros(3), second_moment=torch.zeros(3)),
+    "split": lambda nasty: split_master(nasty, torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int16), pool=pool),
+    "stream": lambda nasty: read_modify_write(torch.zeros(3), torch.zeros(3), torch.zeros(3), nasty, pool=pool),
     "file read": lambda nasty: file.read(0, nasty).wait(),
     "file write": lambda nasty: file.write(0, nasty).wait(),
 }
@@ -150,7 +155,10 @@ _NASTY_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("function", ["checksum", "copy target", "copy source", "gradient norm", "file read", "file write"])
+_FUNCTIONS = ["checksum", "copy target", "copy source", "gradient norm", "state", "split", "stream", "file read", "file write"]
+
+
+@pytest.mark.parametrize("function", _FUNCTIONS)
 def test_no_object_crashes_the_core(tmp_path, function):
     lines = run_child(_NASTY, function, tmp_path / "file").splitlines()
     outcomes = dict(line.split(": ") for line in lines if not line.startswith("made "))
