@@ -32,11 +32,12 @@ struct AdamSegment {
   void Validate() const;
 };
 
-/// Norm of the scaled gradients seen by a pass. Squares are summed in fp32 over 16 elements (every 16th of 256), and
-/// those sums in double: 17 roundings bound the relative error of squared_norm by 17 * 2^-24 = 1.0e-6 and the norm's
-/// by half of that; as they go either way, 10^6 elements are good to about 1e-9. The order of additions is a tree over
-/// blocks of 2,048 elements that depends on the elements' places alone: not on threads, instruction set, alignment or
-/// how the elements are cut into segments. Where the squares leave fp32's range upwards, the block is summed in double.
+/// Norm of the scaled gradients seen by a pass. Squares are summed in fp32 over 16 elements (every 16th of
+/// 256), and those sums in double: 17 roundings bound the relative error of squared_norm by 17 * 2^-24
+/// = 1.0e-6 and the norm's by half of that; as they go either way, 10^6 elements are good to about 1e-9. The
+/// order of additions is a tree over blocks of 2,048 elements that depends on the elements' places alone: not
+/// on threads, instruction set, alignment or how the elements are cut into segments. Where the squares leave
+/// fp32's range upwards, the block is summed in double.
 struct UpdateResult {
   double squared_norm = 0;  // NaN when a gradient is
   int64_t non_finite = 0;   // elements that are infinite or NaN after scaling
