@@ -109,8 +109,10 @@ revision: setup  ## Draft a migration from the entities (M="what it does")
 vendor: setup  ## Fetch the pinned front-end files again, with npm
 	@$(BIN)/python web/vendor.py
 
-bench: setup  ## Measure the native core and the engine on this machine (benchmarks/)
-	@$(BIN)/python -m benchmarks
+bench: setup  ## Measure the native core beside its peers and record the results (D=folder: where files are measured, build/)
+	@mkdir -p build
+	@$(BIN)/lohan bench adam --output benchmarks/results/adam.json
+	@$(BIN)/lohan bench io --directory $(or $(D),build) --output benchmarks/results/io.json
 
 clean:  ## Remove builds and caches; .venv and data folders stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .node

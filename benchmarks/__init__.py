@@ -1,1 +1,1 @@
-"""Runnable comparisons: `python -m benchmarks NAME`. Each writes `benchmarks/results/<name>.json`; nothing here is imported elsewhere."""
+"""Comparisons that need the repository (`python -m benchmarks.NAME`), and the recorded results of all: `results/<name>.json`."""

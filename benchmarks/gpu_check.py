@@ -28,7 +28,7 @@ from tests.engine import reference
 from transformers import LlamaConfig
 
 import lohan
-from benchmarks.records import write
+from lohan.bench.records import document, write_document
 from lohan.config import Precision
 from lohan.models.weights import WeightSource
 from lohan.streaming.parameters import DebugMode
@@ -68,7 +68,8 @@ def main() -> int:
     if arguments.only != "parity":
         for folder in arguments.states or [Path(tempfile.gettempdir()) / "lohan-gpu-check", Path("/dev/shm/lohan-gpu-check")]:  # noqa: S108
             records.append(_guarded(f"{arguments.shape} bf16, states in {folder}", lambda folder=folder: _steps(folder, arguments)))
-    path = write("gpu_check", records)
+    path = Path(__file__).parent / "results" / "gpu_check.json"
+    write_document(path, document("gpu_check", records))
     sys.stdout.write(json.dumps(records, indent=1) + "\n")
     _print_table(records)
     sys.stdout.write(f"torch {torch.__version__}, {_device_name()}, written to {path}\n")

@@ -41,7 +41,8 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
     "lohan.models": ("lohan.planning", "lohan.states"),
     "lohan.streaming": ("lohan.memory", "lohan.states", "lohan.models", "lohan.planning"),
     "lohan.training": ("lohan.hardware", "lohan.planning", "lohan.data", "lohan.states", "lohan.models", "lohan.streaming", "lohan"),
-    "lohan.cli": ("lohan.hardware", "lohan.planning", "lohan.data", "lohan.models", "lohan.training", "lohan"),
+    "lohan.bench": ("lohan.hardware",),
+    "lohan.cli": ("lohan.hardware", "lohan.planning", "lohan.data", "lohan.models", "lohan.training", "lohan.bench", "lohan"),
     "lohan": ("lohan.streaming", "lohan.models"),
 }
 
@@ -49,8 +50,11 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
 ENGINE_NEVER = ("lohan_app", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "celery", "kombu", "redis", "pydantic_settings")
 
 # The native core: bytes through the store and the arena, numbers through the optimizer.
-# `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct.
-NATIVE_USERS = {"lohan.memory.store", "lohan.memory.arena", "lohan.streaming.optimizer", "lohan_app.worker.native_findings"}
+# `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct; `lohan bench` measures it.
+NATIVE_USERS = {
+    *("lohan.memory.store", "lohan.memory.arena", "lohan.streaming.optimizer", "lohan_app.worker.native_findings"),
+    *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.passes"),
+}
 
 FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "system")
 FEATURE_FILES = ("__init__", "pages", "api", "service", "repository", "schemas", "tasks", "commands")
@@ -108,7 +112,10 @@ ROLES: dict[str, Role] = {
 
 # Loaded by none of the processes that must stay small and quick to start.
 HEAVY = ("torch", "transformers", "numpy", "scipy", "pyarrow", "pandas")
-ENGINE_WITHOUT_TORCH = ("lohan", "lohan.config", "lohan.events", "lohan.planning.planner", "lohan.data.formats", "lohan.hardware.probe")
+ENGINE_WITHOUT_TORCH = (
+    *("lohan", "lohan.config", "lohan.events", "lohan.planning.planner", "lohan.data.formats", "lohan.hardware.probe"),
+    *("lohan.cli.bench", "lohan.bench.adam", "lohan.bench.io", "lohan.bench.show"),
+)
 
 
 # ---------------------------------------------------------------- reading imports

@@ -1,10 +1,27 @@
-"""Bytes and durations, and how they are printed: GiB for memory and files, GB/s for bandwidth."""
+"""Bytes and durations, and how they are read and printed: GiB for memory and files, GB/s for bandwidth."""
 
 from __future__ import annotations
+
+import re
 
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+
+
+_UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": 1024 * GIB}
+
+
+def parse_bytes(text: str) -> int:
+    """Read a byte count: a whole number, with K, M, G or T (binary; `KiB` and `KB` mean the same) behind it or not.
+
+    Raises:
+        ValueError: the text is no such count.
+    """
+    found = re.fullmatch(r"\s*([0-9]+)\s*([KMGT]?)(?:I?B)?\s*", text, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{text!r} is no number of bytes")
+    return int(found.group(1)) * _UNITS[found.group(2).upper()]
 
 
 def format_bytes(count: int) -> str:

@@ -1,4 +1,7 @@
-"""The engine's commands, `lohan train` and `lohan plan`. Importing them loads no torch; each imports what it needs when it is called."""
+"""The engine's commands: `lohan train`, `lohan plan`, `lohan bench`.
+
+Importing them loads no torch; each imports what it needs when it is called.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ if TYPE_CHECKING:
 
 def register(application: typer.Typer) -> None:
     """Add the engine's commands to a command line."""
-    from lohan.cli import commands
+    from lohan.cli import bench, commands
 
     application.command("train")(commands.train)
     application.command("plan")(commands.plan)
+    application.add_typer(bench.make_application(), name="bench")

@@ -48,13 +48,13 @@ def train(run_file: RunFile, attempt: Attempt = 1) -> None:
     try:
         config = load_run_config(run_file)
     except ConfigError as error:
-        _print_error(error)
+        print_error(error)
         raise typer.Exit(ExitCode.BAD_CONFIG) from None
     try:
         with make_show(config) as show:
             reason = run(config, attempt=attempt, listener=show.event)
     except RunLockedError as error:
-        _print_error(error)
+        print_error(error)
         raise typer.Exit(ExitCode.LOCKED) from None
     except OSError as error:
         # Outside the attempt: the run's folder itself cannot be made or written to.
@@ -73,7 +73,7 @@ def plan(run_file: RunFile, as_json: AsJson = False) -> None:
 
         result = plan_run(config)
     except LohanError as error:
-        _print_error(error)
+        print_error(error)
         raise typer.Exit(ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED) from None
     if as_json:
         print(result.model_dump_json(indent=2))
@@ -83,7 +83,8 @@ def plan(run_file: RunFile, as_json: AsJson = False) -> None:
         print_plan(result)
 
 
-def _print_error(error: LohanError) -> None:
+def print_error(error: LohanError) -> None:
+    """A user's error on stderr: place, message, remedy."""
     where = f"{error.place}: " if error.place else ""
     print(f"lohan: {where}{error.message}", file=sys.stderr)
     if error.remedy:

@@ -1,0 +1,67 @@
+"""What the optimizers of `lohan bench adam` work on: the same memory for all of them, so that nobody's pages lie better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from lohan._native import AlignedBuffer
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """1-D tensors on the CPU, page aligned, `elements` long unless said otherwise.
+
+    Systems take turns, so they may share: whoever steps finds what the others left, which costs no system more than another.
+    """
+
+    HYPERPARAMETERS: ClassVar[dict[str, float]] = {
+        "learning_rate": 1e-4,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "epsilon": 1e-8,
+        "weight_decay": 0.01,
+    }
+
+    gradient: torch.Tensor
+    """float32; the values of `half_gradient`, so that widening it again changes nothing."""
+    half_gradient: torch.Tensor
+    """bfloat16"""
+    master: torch.Tensor
+    """float32"""
+    first_moment: torch.Tensor
+    """float32"""
+    second_moment: torch.Tensor
+    """float32"""
+    weights: torch.Tensor
+    """bfloat16"""
+
+    @property
+    def elements(self) -> int:
+        return self.gradient.numel()
+
+    @classmethod
+    def allocate(cls, elements: int) -> Self:
+        """Arrays as early in a training: weights of a normal distribution, gradients of about 1e-3, moments of zero."""
+        generator = torch.Generator().manual_seed(0)
+        gradient, master = _array(elements, torch.float32), _array(elements, torch.float32)
+        half_gradient, weights = _array(elements, torch.bfloat16), _array(elements, torch.bfloat16)
+        half_gradient.copy_(gradient.normal_(0, 1e-3, generator=generator))
+        gradient.copy_(half_gradient)
+        weights.copy_(master.normal_(generator=generator))
+        return cls(
+            gradient=gradient,
+            half_gradient=half_gradient,
+            master=master,
+            first_moment=_array(elements, torch.float32),
+            second_moment=_array(elements, torch.float32),
+            weights=weights,
+        )
+
+
+def _array(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    # Torch's threads touch the pages first: on a machine with several memory nodes they lie where its threads run, if anybody's do.
+    return from_dlpack(AlignedBuffer(elements * dtype.itemsize).array()).view(dtype).zero_()

@@ -1,0 +1,112 @@
+"""What every benchmark writes: the machine, and one record a measurement. What could not run is a record with the reason."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from lohan.errors import StorageError
+from lohan.hardware.probe import probe
+
+SCHEMA = 1
+
+Record = dict[str, Any]
+
+
+class Watcher(Protocol):
+    """Is told how far a benchmark is."""
+
+    def expect(self, measurements: int) -> None:
+        """So many measurements are still to come."""
+
+    def note(self, what: str) -> None:
+        """Something that takes long begins."""
+
+    def done(self, what: str) -> None:
+        """One of them has been made; `what` says which, and what came out."""
+
+
+def machine(directories: Sequence[Path] = ()) -> Record:
+    """What the figures were measured on; nothing that names a person, a host or a folder.
+
+    Args:
+        directories: those that were written to; their file systems are named.
+    """
+    facts = probe(directories)
+    result: Record = {
+        "cpu": facts.cpu.name,
+        "cores": facts.cpu.usable_cores,
+        "ram_bytes": facts.ram.total_bytes,
+        "gpus": [gpu.name for gpu in facts.gpus],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+    }
+    if directories:
+        result["filesystems"] = [directory.filesystem for directory in facts.state_directories]
+    return result
+
+
+def document(name: str, records: Sequence[Record], *, directories: Sequence[Path] = ()) -> Record:
+    """The JSON document of a benchmark: schema, name, date, machine, records."""
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "machine": machine(directories),
+        "records": list(records),
+    }
+
+
+def as_json(content: Record) -> str:
+    """A document as text, ending with a newline."""
+    return json.dumps(content, indent=1) + "\n"
+
+
+def write_document(path: Path, content: Record) -> None:
+    """Write a document to a file, and make its folder.
+
+    Raises:
+        StorageError: the folder or the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_json(content), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"the results cannot be written: {error.strerror}",
+            place=str(path),
+            remedy="Name a file in a folder this user may write to.",
+            errno=error.errno,
+        ) from error
+
+
+def interleaved(systems: Mapping[str, Callable[[], object]], *, rounds: int, watcher: Watcher) -> dict[str, list[float]]:
+    """Seconds of each call, `rounds` of them, taken in turns so that a machine that speeds up or slows down does so for all.
+
+    One warm-up round is dropped. Each round begins with another system, so that none always runs after the same one.
+    """
+    names = list(systems)
+    watcher.expect(len(names) * (rounds + 1))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        first = turn % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            begin = time.perf_counter()
+            systems[name]()
+            elapsed = time.perf_counter() - begin
+            if turn:
+                seconds[name].append(elapsed)
+            watcher.done(f"{name}, {f'round {turn} of {rounds}' if turn else 'warm-up'}: {elapsed:.3f} s")
+    return seconds
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
