@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lohan.bench import adam, fio, passes, records
+from lohan.bench import adam, fio, passes, records, striping
 from lohan.bench import io as io_bench
 from lohan.bench.adam import Case
 from lohan.cli.bench import ExitCode, make_application
@@ -44,9 +45,8 @@ class Notes:
 
 
 def options(folder: Path, **changes: object) -> io_bench.IoOptions:
-    values: dict = {
-        "directories": (folder,), "size_bytes": 8 * MIB, "block_bytes": (256 * KIB,), "depths": (4,), "rounds": 2, "least_seconds": 0.0,
-    }  # fmt: skip
+    values: dict = {"directories": (folder,), "size_bytes": 8 * MIB, "block_bytes": (256 * KIB,), "depths": (4,), "rounds": 2}
+    values |= {"least_seconds": 0.0, "striping_bytes": 8 * MIB}
     return io_bench.IoOptions(**(values | changes))
 
 
@@ -55,8 +55,13 @@ def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
-def measured(content: dict) -> list[dict]:
-    return [record for record in content["records"] if "skipped" not in record and not record.get("chosen")]
+def measured(found: list[dict], system: str = "") -> list[dict]:
+    """Records of whole measurements: not what was skipped, chosen, or held to a rate."""
+    return [
+        record
+        for record in found
+        if not {"skipped", "chosen", "directory_limit_bytes_per_second"} & set(record) and record["system"].startswith(system)
+    ]
 
 
 # ---------------------------------------------------------------- documents
@@ -74,7 +79,7 @@ def test_adam_prints_one_document_and_nothing_else(tmp_path):
     for record in content["records"]:
         assert {"system", "case"} <= set(record)
         assert bool(record.get("skipped")) != ("elements_per_second" in record)
-    systems = [record for record in measured(content) if record["system"] != adam.REFERENCE]
+    systems = [record for record in measured(content["records"]) if record["system"] != adam.REFERENCE]
     assert {("lohan", "plain-fp32"), ("torch", "plain-fp32"), ("torch", "engine")} <= {(r["system"], r["case"]) for r in systems}
     for record in systems:
         assert set(record) >= ADAM_KEYS
@@ -91,9 +96,8 @@ def test_io_prints_one_document_and_leaves_no_file(tmp_path):
     assert content["name"] == "io"
     assert len(content["machine"]["filesystems"]) == 1
     assert [record for record in content["records"] if record.get("chosen")] != []
-    ours = [record for record in measured(content) if record["system"] == "lohan"]
-    assert ours != []
-    for record in measured(content):
+    assert {record["engine"] for record in measured(content["records"], "lohan")} >= {"threads"}
+    for record in measured(content["records"]):
         assert set(record) >= IO_KEYS
         assert (record["operation"], record["block_bytes"], record["depth"]) == ("mixed", 256 * KIB, 4)
     assert list(tmp_path.iterdir()) == []
@@ -214,21 +218,59 @@ def test_measurements_are_interleaved_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(fio, "run", lambda job, _: ran.append(job) or 1e9)
     notes = Notes()
     found = io_bench.run(options(tmp_path, engines=(Engine.THREADS,)), notes)
-    assert notes.expected == len(notes.made) == 3 * 2 * 2
+    assert notes.expected == len(notes.made)
     assert [what.split()[0] for what in notes.made[:4]] == ["lohan", "fio", "fio", "lohan"]
     assert len(ran) == 3 * 2
-    assert {job.total_bytes for job in ran} == {8 * MIB}
-    theirs = [record for record in found if record["system"] == "fio"]
-    assert [record["ratio_to_fio"] for record in theirs] == [1.0] * 3
-    ours = [record for record in found if record["system"] == "lohan" and not record.get("chosen")]
-    assert all(record["ratio_to_fio"] == record["bytes_per_second"] / 1e9 for record in ours)
+    assert {job.bytes_per_path for job in ran} == {8 * MIB}
+    assert [record["ratio_to_fio"] for record in measured(found, "fio")] == [1.0] * 3
+    assert [record["ratio_to_fio"] * 1e9 for record in measured(found, "lohan")] == pytest.approx(
+        [record["bytes_per_second"] for record in measured(found, "lohan")]
+    )
+
+
+def test_engines_are_compared_in_turns_and_with_each_other(tmp_path, monkeypatch):
+    refused = passes.refusal(Engine.URING)
+    if refused:
+        pytest.skip(refused)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    notes = Notes()
+    found = io_bench.run(options(tmp_path, operations=(Operation.READ,)), notes)
+    assert [what.split()[1] for what in notes.made[:4]] == ["uring", "threads", "threads", "uring"]
+    uring, threads = measured(found, "lohan")
+    assert threads["ratio_to_uring"] == threads["bytes_per_second"] / uring["bytes_per_second"]
+    assert "ratio_to_uring" not in uring
+
+
+def test_an_engine_that_is_refused_becomes_a_record(tmp_path, monkeypatch):
+    reason = "io_uring_setup is not permitted"
+    monkeypatch.setattr(io_bench, "refusal", lambda engine: reason if engine is Engine.URING else "")
+    monkeypatch.setattr(fio, "program", lambda: None)
+    found = io_bench.run(options(tmp_path, operations=(Operation.READ,)), Notes())
+    assert {"system": "lohan", "engine": "uring", "skipped": reason} in found
+    assert {record["engine"] for record in measured(found)} == {"threads"}
+    found = io_bench.run(options(tmp_path, engines=(Engine.URING,)), Notes())
+    assert [record for record in found if "skipped" not in record] == []
+
+
+def test_two_limited_folders_are_measured_beside_one(tmp_path):
+    """That they reach twice one is the pool's test; here every byte goes where the record says."""
+    found = striping.run(tmp_path, engine=Engine.THREADS, limit_bytes_per_second=10**9, total_bytes=8 * MIB, rounds=1, watcher=Notes())
+    assert [(record["operation"], record["directories"]) for record in found] == [("read", 1), ("read", 2), ("write", 1), ("write", 2)]
+    assert [record["ratio_to_one_directory"] for record in found if record["directories"] == 1] == [1.0, 1.0]
+    assert {path.name: path.stat().st_size for path in tmp_path.glob("limited1/*")} == {"one": 8 * MIB, "two": 4 * MIB}
+    assert {path.name: path.stat().st_size for path in tmp_path.glob("limited2/*")} == {"two": 4 * MIB}
+
+
+def test_the_limit_stays_far_below_the_drive():
+    assert striping.limit_for([]) == striping.limit_for([3e9, 5e9]) == 128 * 10**6
+    assert striping.limit_for([3e9, 80e6]) == 20 * 10**6
 
 
 def test_a_machine_without_fio_gets_a_record_that_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     found = io_bench.run(options(tmp_path, rounds=1, engines=(Engine.THREADS,)), Notes())
     assert [record for record in found if record["system"] == "fio"] == [{"system": "fio", "skipped": fio.MISSING}]
-    assert {record["ratio_to_fio"] for record in found if record["system"] == "lohan" and not record.get("chosen")} == {None}
+    assert {record["ratio_to_fio"] for record in measured(found)} == {None}
 
 
 def test_fio_that_refuses_becomes_a_record(tmp_path, monkeypatch):
@@ -247,25 +289,24 @@ def test_fio_that_refuses_becomes_a_record(tmp_path, monkeypatch):
 
 
 def job(paths: list[Path], **changes: object) -> fio.FioJob:
-    values: dict = {
-        "paths": paths, "engine": Engine.THREADS, "operation": Operation.WRITE, "block_bytes": MIB, "depth": 4,
-        "total_bytes": 64 * MIB, "times": 3, "direct": True,
-    }  # fmt: skip
+    values: dict = {"paths": paths, "engine": Engine.THREADS, "operation": Operation.WRITE, "block_bytes": MIB, "depth": 4}
+    values |= {"bytes_per_path": 32 * MIB, "times": 3, "direct": True, "registered": True}
     return fio.FioJob(**(values | changes))
 
 
 def test_fio_threads_divide_every_file_among_them():
     arguments = fio.arguments(job([Path("/a:b/states"), Path("/c/states")]))
-    assert "--filename=/a\\:b/states:/c/states" in arguments
-    # 64 MiB over two files and four threads are 8 MiB of each file for a thread.
-    assert {"--numjobs=4", "--iodepth=1", f"--offset_increment={8 * MIB}", f"--size={16 * MIB}", f"--io_size={48 * MIB}"} <= set(arguments)
+    assert arguments[-4:] == ["--name=states0", "--filename=/a\\:b/states", "--name=states1", "--filename=/c/states"]
+    assert {"--numjobs=4", "--iodepth=1", f"--offset_increment={8 * MIB}", f"--size={8 * MIB}", f"--io_size={24 * MIB}"} <= set(arguments)
     assert {"--ioengine=psync", "--rw=write", "--direct=1", "--end_fsync=1", "--overwrite=1", "--allow_file_create=0"} <= set(arguments)
+    assert "--fixedbufs=1" not in arguments
 
 
-def test_fio_with_io_uring_is_one_job_of_that_depth():
+def test_fio_with_io_uring_is_one_job_a_file_of_that_depth():
     arguments = fio.arguments(job([Path("/states")], engine=Engine.URING, operation=Operation.MIXED, depth=16, direct=False))
     assert {"--ioengine=io_uring", "--numjobs=1", "--iodepth=16", "--rw=rw", "--rwmixread=70", "--direct=0"} <= set(arguments)
-    assert f"--size={64 * MIB}" in arguments
+    assert {f"--size={32 * MIB}", "--fixedbufs=1"} <= set(arguments)
+    assert "--fixedbufs=1" not in fio.arguments(job([Path("/states")], engine=Engine.URING, registered=False))
 
 
 def test_fio_output_is_read():
@@ -287,7 +328,7 @@ def test_fio_moves_exactly_the_bytes_and_keeps_the_file(tmp_path):
     path.write_bytes(bytes(16 * MIB))
     before = path.stat()
     for operation in (Operation.READ, Operation.MIXED, Operation.WRITE):
-        arguments = fio.arguments(job([path], operation=operation, total_bytes=16 * MIB, times=2, direct=False))
+        arguments = fio.arguments(job([path], operation=operation, bytes_per_path=16 * MIB, times=2, direct=False))
         done = subprocess.run([executable, *arguments], capture_output=True, text=True, timeout=60, check=True)
         result = json.loads(done.stdout[done.stdout.find("{") :])["jobs"][0]
         moved = result["read"]["io_bytes"] + result["write"]["io_bytes"]
@@ -385,15 +426,23 @@ def test_too_many_elements_fail_before_anything_is_allocated():
 
 
 def test_a_pass_moves_whole_blocks_in_every_folder_and_thread(tmp_path):
-    chosen = io_bench.IoOptions(directories=(tmp_path,) * 3, size_bytes=GIB)
-    assert chosen.file_bytes % (3 * io_bench.STRIPE_BYTES) == 0
-    for setting in chosen.settings():
-        moved = chosen.pass_bytes(setting)
+    chosen = io_bench.IoOptions(directories=(tmp_path,), size_bytes=GIB + 5 * MIB, block_bytes=(384 * KIB, 4 * MIB), depths=(5, 32))
+    assert chosen.file_bytes == GIB + 4 * MIB
+    for block, depth in itertools.product(chosen.block_bytes, chosen.depths):
+        moved = chosen.bytes_per_path(TransferSetting(Engine.THREADS, block, depth))
         assert 0 < moved <= chosen.file_bytes
-        assert moved % (3 * setting.depth * setting.block_bytes) == 0
-    assert len(chosen.settings()) == 2 * 3 * 2
-    with pytest.raises(ConfigError, match="384"):
-        io_bench.IoOptions(directories=(tmp_path,) * 3, size_bytes=256 * MIB)
+        assert moved % (depth * block) == 0
+    with pytest.raises(ConfigError, match="128"):
+        io_bench.IoOptions(directories=(tmp_path,), size_bytes=127 * MIB)
+
+
+def test_files_are_striped_over_all_folders(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    (record, *_) = measured(io_bench.run(options(tmp_path, directories=tuple(folders), operations=(Operation.READ,)), Notes()))
+    assert record["directories"] == 2
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
 @pytest.mark.parametrize(("text", "count"), [("0", 0), ("4096", 4096), ("256K", 256 * KIB), ("4MiB", 4 * MIB), (" 1 gb ", GIB), ("7b", 7)])

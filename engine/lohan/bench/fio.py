@@ -44,12 +44,15 @@ class FioJob:
     operation: Operation
     block_bytes: int
     depth: int
-    total_bytes: int
-    """Over all files; a multiple of len(paths) * depth * block_bytes."""
+    """In each file."""
+    bytes_per_path: int
+    """What a pass moves in each file; a multiple of depth * block_bytes."""
     times: int
-    """How often each block is moved."""
+    """How many passes."""
     direct: bool
     """Whether to bypass the page cache (O_DIRECT), as LoHan's file does."""
+    registered: bool
+    """Whether the kernel pins the buffers once for all transfers, as it does LoHan's; io_uring only."""
 
 
 def program() -> str | None:
@@ -60,20 +63,17 @@ def program() -> str | None:
 def arguments(job: FioJob) -> list[str]:
     """fio's arguments, without its own name. The files are neither made, truncated nor laid out anew."""
     streams = 1 if job.engine is Engine.URING else job.depth
-    region_bytes = job.total_bytes // (len(job.paths) * streams)
+    region_bytes = job.bytes_per_path // streams
     result = [
-        "--name=states",
-        # A colon separates files.
-        "--filename=" + ":".join(str(path).replace(":", "\\:") for path in job.paths),
         f"--ioengine={ENGINE_NAMES[job.engine]}",
         f"--rw={_MODES[job.operation]}",
         # All blocks are of the first size; the second, which none has, is what a buffer gets.
         f"--bssplit={job.block_bytes}/100:{_buffer_bytes(job, region_bytes)}/0",
         f"--iodepth={job.depth if job.engine is Engine.URING else 1}",
         f"--numjobs={streams}",
-        f"--size={region_bytes * len(job.paths)}",  # of one job, over all files
-        f"--io_size={region_bytes * len(job.paths) * job.times}",
-        f"--offset_increment={region_bytes}",  # in each file, from job to job
+        f"--size={region_bytes}",
+        f"--io_size={region_bytes * job.times}",
+        f"--offset_increment={region_bytes}",  # from job to job
         f"--direct={int(job.direct)}",
         "--end_fsync=1",  # a write counts until it is durable
         "--overwrite=1",
@@ -85,6 +85,12 @@ def arguments(job: FioJob) -> list[str]:
     ]
     if job.operation is Operation.MIXED:
         result.append(f"--rwmixread={READ_PERCENT_OF_MIXED}")
+    if job.registered and job.engine is Engine.URING:
+        result.append("--fixedbufs=1")
+    # What stands before the first name holds for all; a colon would separate the files of one job.
+    for index, path in enumerate(job.paths):
+        escaped = str(path).replace(":", "\\:")
+        result += [f"--name=states{index}", f"--filename={escaped}"]
     return result
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from lohan._native import IoError
-from lohan.bench import fio
+from lohan.bench import fio, striping
 from lohan.bench.passes import Passes, refusal
 from lohan.bench.records import Record, Watcher, median
 from lohan.errors import ConfigError, StorageError
@@ -39,7 +40,7 @@ class IoOptions:
 
     directories: tuple[Path, ...]
     size_bytes: int = DEFAULT_SIZE_BYTES
-    """Of all files together."""
+    """Of the file in each folder."""
     engines: tuple[Engine, ...] = tuple(Engine)
     operations: tuple[Operation, ...] = tuple(Operation)
     block_bytes: tuple[int, ...] = DEFAULT_BLOCK_BYTES
@@ -48,6 +49,8 @@ class IoOptions:
     least_seconds: float = 0.5
     """A measurement goes over the files as often as this takes. fio's threads start some 20 ms apart and each takes its own time: in a
     short measurement that alone looks like twice the speed."""
+    striping_bytes: int = striping.TOTAL_BYTES
+    """What `striping.run` moves at a time."""
 
     def __post_init__(self) -> None:
         for directory in self.directories:
@@ -58,34 +61,22 @@ class IoOptions:
                 raise ConfigError(
                     f"{block} bytes is no multiple of 4 KiB", place="--block", remedy="Give a multiple of 4 KiB, e.g. 256K or 4M."
                 )
-        least = math.lcm(self.grain_bytes, STRIPE_BYTES * len(self.directories))
+        least = max(STRIPE_BYTES, max(self.block_bytes) * max(self.depths))
         if self.size_bytes < least:
             raise ConfigError(
-                f"{format_bytes(self.size_bytes)} is less than the largest block and depth move at a time",
+                f"{format_bytes(self.size_bytes)} is less than the largest block and depth have in flight",
                 place="--size",
                 remedy=f"Give at least {format_bytes(least)}, or smaller blocks and depths.",
             )
 
     @property
-    def grain_bytes(self) -> int:
-        """What the largest setting keeps in flight in every folder."""
-        return max(self.block_bytes) * max(self.depths) * len(self.directories)
-
-    @property
     def file_bytes(self) -> int:
-        """`size_bytes`, rounded down to whole stripes in every folder."""
-        grain = STRIPE_BYTES * len(self.directories)
-        return self.size_bytes // grain * grain
+        """`size_bytes`, rounded down to whole stripes."""
+        return self.size_bytes // STRIPE_BYTES * STRIPE_BYTES
 
-    def pass_bytes(self, setting: TransferSetting) -> int:
-        """What a pass moves: the whole file, but for what does not divide among folders, fio's threads and blocks."""
-        grain = setting.in_flight_bytes * len(self.directories)
-        return self.file_bytes // grain * grain
-
-    def settings(self) -> list[TransferSetting]:
-        return [
-            TransferSetting(engine, block, depth) for engine in self.engines for block in sorted(self.block_bytes) for depth in self.depths
-        ]
+    def bytes_per_path(self, setting: TransferSetting) -> int:
+        """What a pass moves in each folder: the whole file, but for what does not divide into fio's threads and blocks."""
+        return self.file_bytes // setting.in_flight_bytes * setting.in_flight_bytes
 
 
 def run(options: IoOptions, watcher: Watcher) -> list[Record]:
@@ -96,93 +87,132 @@ def run(options: IoOptions, watcher: Watcher) -> list[Record]:
     """
     executable = fio.program()
     records: list[Record] = [] if executable else [{"system": "fio", "skipped": fio.MISSING}]
-    usable = []
-    for engine in options.engines:
-        reason = refusal(engine)
-        if reason:
-            records.append({"system": "lohan", "engine": str(engine), "skipped": reason})
-        else:
-            usable.append(engine)
-    settings = [setting for setting in options.settings() if setting.engine in usable]
-    systems = 2 if executable else 1
-    watcher.expect(len(settings) * len(options.operations) * options.rounds * systems)
+    refusals = {engine: refusal(engine) for engine in options.engines}
+    records += [{"system": "lohan", "engine": str(engine), "skipped": reason} for engine, reason in refusals.items() if reason]
+    engines = [engine for engine in options.engines if not refusals[engine]]
+    if not engines:
+        return records
+    comparisons = len(options.block_bytes) * len(options.depths) * len(options.operations)
+    watcher.expect(comparisons * len(engines) * (2 if executable else 1) * options.rounds)
     speeds: list[TransferSpeed] = []
     try:
-        with _state_files(options.directories) as paths:
+        with _folders(options.directories) as folders:
+            paths = [folder / "states" for folder in folders]
             _fill(paths, options, watcher)
-            for setting in settings:
-                with Passes(paths, setting, file_bytes=options.file_bytes) as passes:
-                    for operation in options.operations:
-                        measured = _Measurement(setting, operation, options, passes, paths)
-                        measured.measure(executable, watcher)
-                        speeds.append(measured.speed)
-                        records += measured.records()
+            for block, depth in itertools.product(sorted(options.block_bytes), sorted(options.depths)):
+                settings = [TransferSetting(engine, block, depth) for engine in engines]
+                for measured in _compare(settings, paths, options, executable, watcher):
+                    speeds.append(measured.speed)
+                    records += measured.records()
+            limit = striping.limit_for([speed.bytes_per_second / len(paths) for speed in speeds])
+            records += striping.run(
+                folders[0],
+                engine=engines[0],
+                limit_bytes_per_second=limit,
+                total_bytes=options.striping_bytes,
+                rounds=options.rounds,
+                watcher=watcher,
+            )
     except IoError as error:
         raise _as_storage_error(error) from error
     return [*records, *_choice(speeds)]
+
+
+def _compare(
+    settings: Sequence[TransferSetting], paths: Sequence[Path], options: IoOptions, executable: str | None, watcher: Watcher
+) -> Iterator[_Measurement]:
+    """Measure settings that differ in the engine alone, each beside fio, all in turns, operation by operation."""
+    with ExitStack() as stack:
+        passes = [stack.enter_context(Passes(paths, setting, file_bytes=options.file_bytes)) for setting in settings]
+        for operation in options.operations:
+            compared = [_Measurement(setting, operation, options, own, paths) for setting, own in zip(settings, passes, strict=True)]
+            for measured in compared:
+                measured.prepare()
+            for turn in range(options.rounds):
+                for measured in compared if turn % 2 == 0 else reversed(compared):
+                    measured.run_round(turn, executable, watcher)
+            by_engine = {measured.engine: measured for measured in compared}
+            for measured in compared:
+                measured.beside = by_engine.get(Engine.URING)
+                yield measured
 
 
 class _Measurement:
     """One setting and operation, ours and fio's in turns."""
 
     def __init__(self, setting: TransferSetting, operation: Operation, options: IoOptions, passes: Passes, paths: Sequence[Path]) -> None:
-        self._setting, self._operation, self._options, self._passes = setting, operation, options, passes
-        self._total_bytes = options.pass_bytes(setting)
+        self._setting, self._operation, self._passes = setting, operation, passes
+        self._least_seconds = options.least_seconds
         self._paths = paths
+        self._bytes_per_path = options.bytes_per_path(setting)
+        self._total_bytes = self._bytes_per_path * len(paths)
         self._times = 1
         self._ours: list[float] = []
         self._theirs: list[float] = []
         self._refusal = ""
+        self.beside: _Measurement | None = None
+        """The same with io_uring."""
 
-    def measure(self, executable: str | None, watcher: Watcher) -> None:
-        """`rounds` of each, alternating which goes first, after one pass that says how many make a measurement."""
-        self._times = max(1, math.ceil(self._options.least_seconds / self._passes.run(self._operation, self._total_bytes)))
-        for turn in range(self._options.rounds):
-            for who in ("lohan", "fio") if turn % 2 == 0 else ("fio", "lohan"):
-                if who == "lohan":
-                    seconds = self._passes.run(self._operation, self._total_bytes, times=self._times)
-                    self._ours.append(self._total_bytes * self._times / seconds)
-                    watcher.done(self._what("lohan", self._ours[-1]))
-                elif executable is not None:
-                    self._run_fio(executable)
-                    watcher.done(self._what("fio", self._theirs[-1] if self._theirs else 0.0))
+    @property
+    def engine(self) -> Engine:
+        return self._setting.engine
+
+    def prepare(self) -> None:
+        """Warm up with one pass; it says how many make a measurement."""
+        self._times = max(1, math.ceil(self._least_seconds / self._passes.run(self._operation, self._total_bytes)))
+
+    def run_round(self, turn: int, executable: str | None, watcher: Watcher) -> None:
+        """Measure ours and fio's once; in odd turns fio goes first."""
+        for who in ("lohan", "fio") if turn % 2 == 0 else ("fio", "lohan"):
+            if who == "lohan":
+                seconds = self._passes.run(self._operation, self._total_bytes, times=self._times)
+                self._ours.append(self._total_bytes * self._times / seconds)
+                watcher.done(self._what("lohan", str(self.engine), self._ours[-1]))
+            elif executable is not None:
+                self._run_fio(executable)
+                watcher.done(self._what("fio", fio.ENGINE_NAMES[self.engine], self._theirs[-1] if self._theirs else 0.0))
 
     def _run_fio(self, executable: str) -> None:
         if self._refusal:
             return
         job = fio.FioJob(
             paths=self._paths,
-            engine=self._setting.engine,
+            engine=self.engine,
             operation=self._operation,
             block_bytes=self._setting.block_bytes,
             depth=self._setting.depth,
-            total_bytes=self._total_bytes,
+            bytes_per_path=self._bytes_per_path,
             times=self._times,
             direct=self._passes.direct,
+            registered=self._passes.registered,
         )
         try:
             self._theirs.append(fio.run(job, executable))
         except fio.FioError as error:
             self._refusal = str(error)
 
-    def _what(self, system: str, rate: float) -> str:
+    def _what(self, system: str, engine: str, rate: float) -> str:
         setting = self._setting
-        engine = setting.engine if system == "lohan" else fio.ENGINE_NAMES[setting.engine]
         return f"{system} {engine} {self._operation} {format_bytes(setting.block_bytes)} x {setting.depth}: {rate / 1e9:.2f} GB/s"
 
     @property
+    def bytes_per_second(self) -> float:
+        return median(self._ours)
+
+    @property
     def speed(self) -> TransferSpeed:
-        return TransferSpeed(self._setting, self._operation, median(self._ours))
+        return TransferSpeed(self._setting, self._operation, self.bytes_per_second)
 
     def records(self) -> list[Record]:
+        """Ours, and fio's or why there is none."""
         theirs = median(self._theirs) if self._theirs and not self._refusal else None
-        result = [self._record("lohan", str(self._setting.engine), self._ours, theirs)]
-        name = fio.ENGINE_NAMES[self._setting.engine]
+        ours = self._record("lohan", str(self.engine), self._ours, theirs)
+        if self.engine is Engine.THREADS and self.beside is not None:
+            ours["ratio_to_uring"] = self.bytes_per_second / self.beside.bytes_per_second
+        name = fio.ENGINE_NAMES[self.engine]
         if theirs is not None:
-            result.append(self._record("fio", name, self._theirs, theirs))
-        elif self._refusal:
-            result.append({**self._place("fio", name), "skipped": self._refusal})
-        return result
+            return [ours, self._record("fio", name, self._theirs, theirs)]
+        return [ours, {**self._place("fio", name), "skipped": self._refusal}] if self._refusal else [ours]
 
     def _place(self, system: str, engine: str) -> Record:
         return {
@@ -196,8 +226,9 @@ class _Measurement:
     def _record(self, system: str, engine: str, rates: list[float], theirs: float | None) -> Record:
         return {
             **self._place(system, engine),
-            "directories": len(self._options.directories),
+            "directories": len(self._paths),
             "direct": self._passes.direct,
+            "registered": self._passes.registered,
             "bytes_per_second": median(rates),
             "ratio_to_fio": None if theirs is None else median(rates) / theirs,
             "bytes_per_second_all": rates,
@@ -224,15 +255,15 @@ def _choice(speeds: Sequence[TransferSpeed]) -> list[Record]:
 
 def _fill(paths: Sequence[Path], options: IoOptions, watcher: Watcher) -> None:
     """Write all files once: blocks that were never written read as zeros without the drive being asked, and cost more to write."""
-    watcher.note(f"writing {format_bytes(options.file_bytes)} to measure with")
+    watcher.note(f"writing {format_bytes(options.file_bytes * len(paths))} to measure with")
     setting = TransferSetting(Engine.THREADS, STRIPE_BYTES, 4)
     with Passes(paths, setting, file_bytes=options.file_bytes) as passes:
-        passes.run(Operation.WRITE, options.file_bytes)
+        passes.run(Operation.WRITE, options.file_bytes * len(paths))
 
 
 @contextmanager
-def _state_files(directories: Sequence[Path]) -> Iterator[list[Path]]:
-    """Paths of one file to be in each folder, in folders of their own that are removed at the end."""
+def _folders(directories: Sequence[Path]) -> Iterator[list[Path]]:
+    """A new folder in each of the directories; removed at the end with what is in it."""
     folders: list[Path] = []
     try:
         for directory in directories:
@@ -245,7 +276,7 @@ def _state_files(directories: Sequence[Path]) -> Iterator[list[Path]]:
                     remedy="Name a folder this user may write to.",
                     errno=error.errno,
                 ) from error
-        yield [folder / "states" for folder in folders]
+        yield folders
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
@@ -255,7 +286,7 @@ def _as_storage_error(error: IoError) -> StorageError:
     return StorageError(
         f"{error.operation} failed: {error.strerror}",
         place=str(error.filename),
-        remedy="Name a folder with room for --size on a drive that works.",
+        remedy=error.remedy,
         errno=error.errno,
         offset=error.offset,
     )

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-from lohan._native import AlignedBuffer, IoFile, IoPool, IoTicket
+from lohan._native import AlignedBuffer, FaultPlan, IoEngine, IoFile, IoPool, IoTicket, io_uring_refusal
 from lohan.hardware.transfers import Engine, Operation, TransferSetting
 
 # 70 % reads, as evenly spread as ten places allow.
 _MIXED_PATTERN: Final = "rrwrrwrrwr"
 # Blocks handed over at a time are as many as may be in flight; while one such batch is awaited the next is already queued.
 _BATCHES: Final = 2
+_NATIVE: Final = {Engine.URING: IoEngine.URING, Engine.THREADS: IoEngine.THREADS}
 
 
 def operations(operation: Operation, *, total_bytes: int, block_bytes: int) -> Iterator[tuple[Operation, int]]:
@@ -34,18 +35,24 @@ def operations(operation: Operation, *, total_bytes: int, block_bytes: int) -> I
 
 
 class Passes:
-    """Files of `total_bytes` in several folders, and the transfers of one setting over them. Not for use from several threads.
+    """Files of the same size in several folders, and the transfers of one setting over them. Not for use from several threads.
+
+    Args:
+        file_bytes: of each file; a multiple of 4 MiB where there are several.
+        faults: slows the transfers down.
 
     Raises:
         IoError: the files cannot be made, or a transfer failed.
     """
 
-    def __init__(self, paths: Sequence[Path], setting: TransferSetting, *, file_bytes: int, pool: IoPool | None = None) -> None:
-        self._setting = setting
-        self._pool = make_pool(setting) if pool is None else pool
-        self._file: IoFile = open_file(self._pool, paths, file_bytes)
-        self._buffer = AlignedBuffer(_BATCHES * setting.in_flight_bytes)
-        view = memoryview(self._buffer.array())
+    def __init__(self, paths: Sequence[Path], setting: TransferSetting, *, file_bytes: int, faults: FaultPlan | None = None) -> None:
+        self._block_bytes = setting.block_bytes
+        self._in_flight = setting.depth * len(paths)
+        self._pool = IoPool(setting.depth, engine=_NATIVE[setting.engine], depth=setting.depth, faults=faults)
+        self._file: IoFile = self._pool.open(list(paths), size_bytes=file_bytes * len(paths))
+        buffer = AlignedBuffer(_BATCHES * self._in_flight * setting.block_bytes)
+        self._memory = self._pool.register_memory(buffer)
+        view = memoryview(buffer.array())
         # A drive that compresses, or that knows zeros, must not be seen doing so.
         view[:] = os.urandom(setting.block_bytes) * (len(view) // setting.block_bytes)
         self._blocks = [view[start : start + setting.block_bytes] for start in range(0, len(view), setting.block_bytes)]
@@ -54,27 +61,40 @@ class Passes:
     def direct(self) -> bool:
         return self._file.direct
 
+    @property
+    def registered(self) -> bool:
+        """Whether the kernel has pinned the buffers once for all transfers (io_uring, within the limit of locked memory)."""
+        return not self._memory.refusal
+
     def run(self, operation: Operation, total_bytes: int, *, times: int = 1) -> float:
         """Seconds of moving the first `total_bytes` so many `times`; what was written is durable at the end."""
         moves = itertools.chain.from_iterable(
-            operations(operation, total_bytes=total_bytes, block_bytes=self._setting.block_bytes) for _ in range(times)
+            operations(operation, total_bytes=total_bytes, block_bytes=self._block_bytes) for _ in range(times)
         )
-        depth = self._setting.depth
         waiting: deque[list[IoTicket]] = deque()
         begin = time.perf_counter()
         for turn in itertools.count():
-            batch = list(itertools.islice(moves, depth))
+            batch = list(itertools.islice(moves, self._in_flight))
             if not batch:
                 break
             if len(waiting) == _BATCHES:
                 _wait(waiting.popleft())
-            first = turn % _BATCHES * depth
-            waiting.append(submit(self._file, batch, self._blocks[first : first + depth]))
+            first = turn % _BATCHES * self._in_flight
+            waiting.append(self._submit(batch, self._blocks[first : first + self._in_flight]))
         for tickets in waiting:
             _wait(tickets)
         if operation is not Operation.READ:
             self._file.sync()
         return time.perf_counter() - begin
+
+    def _submit(self, batch: Sequence[tuple[Operation, int]], blocks: Sequence[memoryview]) -> list[IoTicket]:
+        """Start one batch, in order: neighbours of a kind go together."""
+        tickets: list[IoTicket] = []
+        moves = zip(batch, blocks, strict=False)
+        for kind, group in itertools.groupby(moves, key=lambda move: move[0][0]):
+            requests = [(offset, block) for (_, offset), block in group]
+            tickets += self._file.read_batch(requests) if kind is Operation.READ else self._file.write_batch(requests)
+        return tickets
 
     def close(self) -> None:
         self._file.close()
@@ -92,23 +112,6 @@ def _wait(tickets: Sequence[IoTicket]) -> None:
         ticket.wait()
 
 
-def submit(file: IoFile, batch: Sequence[tuple[Operation, int]], blocks: Sequence[memoryview]) -> list[IoTicket]:
-    """Start one batch, in order."""
-    return [
-        file.read(offset, block) if kind is Operation.READ else file.write(offset, block)
-        for (kind, offset), block in zip(batch, blocks, strict=False)
-    ]
-
-
-def make_pool(setting: TransferSetting) -> IoPool:
-    return IoPool(setting.depth)
-
-
-def open_file(pool: IoPool, paths: Sequence[Path], file_bytes: int) -> IoFile:
-    (path,) = paths
-    return pool.open(path, size_bytes=file_bytes)
-
-
 def refusal(engine: Engine) -> str:
     """Why an engine cannot be used here; empty when it can."""
-    return "the native core has no io_uring engine" if engine is Engine.URING else ""
+    return io_uring_refusal() if engine is Engine.URING else ""

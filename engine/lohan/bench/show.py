@@ -102,7 +102,7 @@ def print_adam(records: Sequence[Record]) -> None:
 def print_io(records: Sequence[Record]) -> None:
     """One row a setting and system, then the choice."""
     _print(
-        [record for record in records if not record.get("chosen")],
+        [record for record in records if not record.get("chosen") and "directory_limit_bytes_per_second" not in record],
         "File transfers: bytes a second, durable, beside fio on the same files",
         {
             "system": ("system", str),
@@ -114,8 +114,15 @@ def print_io(records: Sequence[Record]) -> None:
             "direct": ("direct", lambda direct: "yes" if direct else "no"),
             "GB/s": ("bytes_per_second", lambda rate: f"{rate / 1e9:.2f}"),
             "of fio": ("ratio_to_fio", _percent),
+            "of uring": ("ratio_to_uring", _percent),
         },
     )
+    for record in records:
+        if record.get("ratio_to_one_directory") is not None and record["directories"] > 1:
+            print(
+                f"{record['directories']} folders held to {record['directory_limit_bytes_per_second'] / 1e6:.0f} MB/s each, "
+                f"{record['operation']}: {record['ratio_to_one_directory']:.2f} times one."
+            )
     for record in records:
         if record.get("chosen"):
             print(

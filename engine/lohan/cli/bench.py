@@ -65,9 +65,11 @@ def io(
             metavar="FOLDER", envvar="LOHAN_STATE_DIRS", help="Where to measure; again for more drives, files are striped over all."
         ),
     ] = None,
-    size: Annotated[str, typer.Option(metavar="BYTES", help="Of all files together.")] = "1G",
+    size: Annotated[str, typer.Option(metavar="BYTES", help="Of the file in each folder.")] = "1G",
     block: Annotated[list[str] | None, typer.Option(metavar="BYTES", help="Block size; may be repeated. Unset: 256K, 1M, 4M.")] = None,
-    depth: Annotated[list[int] | None, typer.Option(min=1, max=256, help="Blocks in flight; may be repeated. Unset: 8, 32.")] = None,
+    depth: Annotated[
+        list[int] | None, typer.Option(min=1, max=256, help="Blocks in flight in each folder; may be repeated. Unset: 8, 32.")
+    ] = None,
     engine: Annotated[list[Engine] | None, typer.Option(help="May be repeated. Unset: both.")] = None,
     operation: Annotated[list[Operation] | None, typer.Option(help="May be repeated. Unset: all.")] = None,
     rounds: Rounds = None,

@@ -33,10 +33,11 @@ class TransferSetting:
     engine: Engine
     block_bytes: int
     depth: int
-    """Operations in flight."""
+    """Operations in flight in each folder."""
 
     @property
     def in_flight_bytes(self) -> int:
+        """In each folder."""
         return self.block_bytes * self.depth
 
 
