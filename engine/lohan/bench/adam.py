@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from lohan._native import AdamSegment, InstructionSet, ThreadPool, adamw_update, available_instruction_sets
+from lohan._native import AdamSegment, InstructionSet, ThreadPool, adamw_update, available_instruction_sets, read_modify_write
 from lohan.bench.records import Record, Watcher, interleaved, median
 from lohan.errors import CapacityError
 from lohan.units import format_bytes, format_count
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # Arrays of 200 MB: far beyond any cache, and a size that a small machine holds.
 DEFAULT_ELEMENTS: Final = 50_000_000
 DEFAULT_ROUNDS: Final = 7
-# All arrays of all systems: ten of fp32 (4 of plain-fp32, 4 of the reference, room for what a peer keeps), three of 16 bits, four of 8.
-BYTES_HELD_PER_ELEMENT: Final = 52
+# Seven arrays of fp32 (four of plain-fp32, three of the reference), three of 16 bits, four of 8 (ours and bitsandbytes'), rounded up.
+BYTES_HELD_PER_ELEMENT: Final = 40
 REFERENCE: Final = "reference"
 
 
@@ -112,7 +112,7 @@ def run(*, elements: int | None, rounds: int, threads: int, watcher: Watcher) ->
         jobs, skipped = peers.jobs(arrays, watcher)
         jobs = [*_lohan_jobs(arrays, pool), *jobs]
         calls: dict[str, Callable[[], object]] = {job.name: job.step for job in jobs}
-        calls[REFERENCE] = lambda: arrays.weights.copy_(arrays.half_gradient)
+        calls[REFERENCE] = lambda: read_modify_write(*arrays.reference, arrays.gradient, pool=pool)
         seconds = interleaved(calls, rounds=rounds, watcher=watcher)
     finally:
         torch.set_num_threads(before)
@@ -121,13 +121,13 @@ def run(*, elements: int | None, rounds: int, threads: int, watcher: Watcher) ->
 
 def _lohan_jobs(arrays: Arrays, pool: ThreadPool) -> list[Job]:
     segments = [AdamSegment(0, arrays.elements, step=1, **arrays.HYPERPARAMETERS)]
-    return [
-        Job(
-            "lohan",
-            Case.PLAIN_FP32,
-            lambda: adamw_update(segments, arrays.gradient, arrays.master, arrays.first_moment, arrays.second_moment, pool=pool),
-        ),
-    ]
+
+    def job(case: Case) -> Job:
+        gradient = arrays.gradient if case is Case.PLAIN_FP32 else arrays.half_gradient
+        state = arrays.state(case)
+        return Job("lohan", case, lambda: adamw_update(segments, gradient, state, pool=pool))
+
+    return [job(case) for case in Case]
 
 
 def make_records(jobs: Sequence[Job], seconds: dict[str, list[float]], *, elements: int, threads: int) -> list[Record]:

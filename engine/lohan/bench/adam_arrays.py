@@ -8,7 +8,10 @@ from typing import ClassVar, Self
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from lohan._native import AlignedBuffer
+from lohan._native import AdamState, AlignedBuffer
+from lohan.bench.adam import Case
+
+SCALED_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class Arrays:
     """float32"""
     weights: torch.Tensor
     """bfloat16"""
+    remainder: torch.Tensor
+    """int16: what `weights` lacks of an fp32 master"""
+    codes: tuple[torch.Tensor, torch.Tensor]
+    """uint8, of both moments"""
+    scales: tuple[torch.Tensor, torch.Tensor]
+    """float32, one for each 256 elements of both moments"""
+    reference: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """float32, of the bandwidth reference alone"""
 
     @property
     def elements(self) -> int:
@@ -46,6 +57,7 @@ class Arrays:
     @classmethod
     def allocate(cls, elements: int) -> Self:
         """Arrays as early in a training: weights of a normal distribution, gradients of about 1e-3, moments of zero."""
+        blocks = -(-elements // SCALED_BLOCK)
         generator = torch.Generator().manual_seed(0)
         gradient, master = _array(elements, torch.float32), _array(elements, torch.float32)
         half_gradient, weights = _array(elements, torch.bfloat16), _array(elements, torch.bfloat16)
@@ -59,6 +71,26 @@ class Arrays:
             first_moment=_array(elements, torch.float32),
             second_moment=_array(elements, torch.float32),
             weights=weights,
+            remainder=_array(elements, torch.int16),
+            codes=(_array(elements, torch.uint8), _array(elements, torch.uint8)),
+            scales=(_array(blocks, torch.float32), _array(blocks, torch.float32)),
+            reference=(_array(elements, torch.float32), _array(elements, torch.float32), _array(elements, torch.float32)),
+        )
+
+    def state(self, case: Case) -> AdamState:
+        """The arrays that LoHan's optimizer updates in a case."""
+        if case is Case.PLAIN_FP32:
+            return AdamState(master=self.master, first_moment=self.first_moment, second_moment=self.second_moment)
+        if case is Case.ENGINE:
+            moments = {"first_moment": self.first_moment, "second_moment": self.second_moment}
+            return AdamState(weights=self.weights, remainder=self.remainder, **moments)
+        return AdamState(
+            weights=self.weights,
+            remainder=self.remainder,
+            first_moment=self.codes[0],
+            first_scales=self.scales[0],
+            second_moment=self.codes[1],
+            second_scales=self.scales[1],
         )
 
 
