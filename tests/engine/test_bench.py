@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lohan.bench import adam, fio, passes, records, striping
+from lohan.bench import adam, fio, passes, records, show, striping
 from lohan.bench import io as io_bench
 from lohan.bench.adam import Case
 from lohan.cli.bench import ExitCode, make_application
@@ -130,6 +130,55 @@ def test_a_terminated_measurement_leaves_no_file(tmp_path):
         process.wait()
     assert process.returncode == 128 + signal.SIGTERM, errors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_show_what_was_measured_and_what_was_not(capsys):
+    show.print_adam(
+        [
+            {"system": "lohan", "case": "8bit", "elements": 10**6, "threads": 2, "elements_per_second": 2.5e9, "ratio_to_torch_fused": 1.5},
+            {"system": "deepspeed", "case": "engine", "skipped": "not [bold]installed"},
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert "2.5 B" in shown
+    assert "1.50" in shown
+    assert "x engine" not in shown  # nobody has it
+    assert "skipped deepspeed engine: not [bold]installed" in shown
+    setting = {"system": "lohan", "engine": "uring", "block_bytes": MIB, "depth": 8}
+    limited = {**setting, "operation": "read", "directory_limit_bytes_per_second": 128e6, "ratio_to_one_directory": 1.98}
+    show.print_io(
+        [
+            {**setting, "operation": "read", "direct": True, "bytes_per_second": 3.21e9, "ratio_to_fio": 0.97},
+            {**limited, "directories": 1},
+            {**limited, "directories": 2},
+            {**setting, "chosen": True, "reason": "it is fast"},
+        ]
+    )
+    shown = capsys.readouterr().out
+    assert "3.21" in shown
+    assert "97%" in shown
+    assert "2 folders held to 128 MB/s each, read: 1.98 times one." in shown
+    assert "The engine will use uring with blocks of 1.00 MiB, 8 in flight: it is fast." in shown
+
+
+def test_progress_goes_to_stderr_as_lines_where_there_is_no_terminal(capsys):
+    with show.watcher_on_stderr() as watcher:
+        watcher.expect(2)
+        watcher.note("filling")
+        watcher.done("first")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "filling\n[1/2] first\n"
+
+
+def test_what_others_print_does_not_reach_standard_output(capfd):
+    with show.stdout_kept_clean():
+        os.write(1, b"a library's greeting, ")
+        subprocess.run(["echo", "a compiler's"], check=True)  # noqa: S607
+    print("the document")
+    captured = capfd.readouterr()
+    assert captured.out == "the document\n"
+    assert captured.err == "a library's greeting, a compiler's\n"
 
 
 # ---------------------------------------------------------------- systems in turns
