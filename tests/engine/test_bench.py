@@ -158,7 +158,7 @@ def test_tables_show_what_was_measured_and_what_was_not(capsys):
     assert "3.21" in shown
     assert "97%" in shown
     assert "2 folders held to 128 MB/s each, read: 1.98 times one." in shown
-    assert "The engine will use uring with blocks of 1.00 MiB, 8 in flight: it is fast." in shown
+    assert "Chosen for the engine: uring with blocks of 1.00 MiB, 8 in flight: it is fast." in shown
 
 
 def test_progress_goes_to_stderr_as_lines_where_there_is_no_terminal(capsys):

@@ -1,4 +1,4 @@
-"""`lohan bench io`: file transfers beside fio's, over engines, operations, block sizes and depths, and what the engine should use."""
+"""`lohan bench io`: file transfers beside fio's, over engines, operations, block sizes and depths, and which of them is chosen for the engine."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def print_io(records: Sequence[Record]) -> None:
     for record in records:
         if record.get("chosen"):
             print(
-                f"The engine will use {record['engine']} with blocks of {format_bytes(record['block_bytes'])}, "
+                f"Chosen for the engine: {record['engine']} with blocks of {format_bytes(record['block_bytes'])}, "
                 f"{record['depth']} in flight: {record['reason']}."
             )
 

@@ -76,7 +76,7 @@ def io(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Compare reading and writing the state directories with fio on the same files, and say which setting the engine will use."""
+    """Compare reading and writing the state directories with fio on the same files, and say which setting is chosen for the engine."""
     with _errors_in_words():
         from lohan.bench.io import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTHS, DEFAULT_ROUNDS, IoOptions, run
 
