@@ -117,6 +117,28 @@ def test_results_that_cannot_be_written_are_named(tmp_path):
     assert caught.value.place == str(tmp_path / "file" / "adam.json")
 
 
+def test_a_file_that_may_not_be_so_large_fails_with_place_and_remedy(tmp_path):
+    command = [
+        "sh",
+        "-c",
+        'ulimit -f 1024 && exec "$0" "$@"',
+        sys.executable,
+        "-m",
+        "lohan.cli",
+        "bench",
+        "io",
+        "--directory",
+        str(tmp_path),
+    ]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == ExitCode.FAILED
+    assert done.stdout == ""
+    assert str(tmp_path) in done.stderr
+    assert "allocate failed: File too large" in done.stderr
+    assert "ulimit -f" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_terminated_measurement_leaves_no_file(tmp_path):
     command = [sys.executable, "-m", "lohan.cli", "bench", "io", "--directory", str(tmp_path), "--size", "64M", "--depth", "4"]
     command += ["--rounds", "100000"]

@@ -1,9 +1,10 @@
-"""`lohan bench io`: file transfers beside fio's, over engines, operations, block sizes and depths, and which of them is chosen for the engine."""
+"""`lohan bench io`: file transfers beside fio's, over engines, operations, block sizes and depths, and the choice among them."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -284,7 +285,7 @@ def _folders(directories: Sequence[Path]) -> Iterator[list[Path]]:
 
 def _as_storage_error(error: IoError) -> StorageError:
     return StorageError(
-        f"{error.operation} failed: {error.strerror}",
+        f"{error.operation} failed: {os.strerror(error.errno or 0)}",
         place=str(error.filename),
         remedy=error.remedy,
         errno=error.errno,
