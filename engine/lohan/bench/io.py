@@ -24,7 +24,7 @@ from lohan.units import GIB, KIB, MIB, format_bytes
 DEFAULT_SIZE_BYTES: Final = GIB
 DEFAULT_BLOCK_BYTES: Final = (256 * KIB, MIB, 4 * MIB)
 DEFAULT_DEPTHS: Final = (8, 32)
-DEFAULT_ROUNDS: Final = 5
+DEFAULT_ROUNDS: Final = 3
 # Whole pages bypass the page cache; 4 KiB is the largest logical block of common drives.
 BLOCK_GRAIN_BYTES: Final = 4 * KIB
 # Files in several folders are striped in pieces of this size.
@@ -47,9 +47,9 @@ class IoOptions:
     block_bytes: tuple[int, ...] = DEFAULT_BLOCK_BYTES
     depths: tuple[int, ...] = DEFAULT_DEPTHS
     rounds: int = DEFAULT_ROUNDS
-    least_seconds: float = 0.5
-    """A measurement goes over the files as often as this takes. fio's threads start some 20 ms apart and each takes its own time: in a
-    short measurement that alone looks like twice the speed."""
+    least_seconds: float = 1.0
+    """A measurement goes over the files as often as this takes. fio's threads start some 20 ms apart, more on a busy machine, and each
+    takes its own time: in a measurement of 50 ms that alone looked like twice the speed."""
     striping_bytes: int = striping.TOTAL_BYTES
     """What `striping.run` moves at a time."""
 
