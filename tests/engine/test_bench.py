@@ -1,11 +1,9 @@
-"""`lohan bench`: documents, skipped records, fio's arguments and output, the choice of transfers. Causes are asserted, never timings."""
+"""`lohan bench`: its documents, its tables, the optimizers in turns, and what a user may get wrong. Causes are asserted, never timings."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,54 +12,22 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lohan.bench import adam, fio, passes, records, show, striping
+from lohan.bench import adam, records, show
 from lohan.bench import io as io_bench
 from lohan.bench.adam import Case
 from lohan.cli.bench import ExitCode, make_application
-from lohan.errors import CapacityError, ConfigError, StorageError
-from lohan.hardware.transfers import Engine, Operation, TransferSetting, TransferSpeed, choose_transfers
+from lohan.errors import CapacityError, StorageError
 from lohan.units import GIB, KIB, MIB, parse_bytes
+from tests.engine.bench_runs import Notes, measured, options
 from tests.fixtures.waiting import wait_until
 
 ADAM_KEYS = {"system", "case", "elements", "elements_per_second", "ratio_to_torch_fused", "memory_bandwidth_fraction"}
 IO_KEYS = {"system", "engine", "operation", "block_bytes", "depth", "bytes_per_second", "ratio_to_fio"}
 
 
-class Notes:
-    """A watcher that remembers."""
-
-    def __init__(self) -> None:
-        self.expected = 0
-        self.made: list[str] = []
-
-    def expect(self, measurements: int) -> None:
-        self.expected += measurements
-
-    def note(self, what: str) -> None:
-        return
-
-    def done(self, what: str) -> None:
-        self.made.append(what)
-
-
-def options(folder: Path, **changes: object) -> io_bench.IoOptions:
-    values: dict = {"directories": (folder,), "size_bytes": 8 * MIB, "block_bytes": (256 * KIB,), "depths": (4,), "rounds": 2}
-    values |= {"least_seconds": 0.0, "striping_bytes": 8 * MIB}
-    return io_bench.IoOptions(**(values | changes))
-
-
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lohan.cli", "bench", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-
-
-def measured(found: list[dict], system: str = "") -> list[dict]:
-    """Records of whole measurements: not what was skipped, chosen, or held to a rate."""
-    return [
-        record
-        for record in found
-        if not {"skipped", "chosen", "directory_limit_bytes_per_second"} & set(record) and record["system"].startswith(system)
-    ]
 
 
 # ---------------------------------------------------------------- documents
@@ -261,211 +227,6 @@ def test_a_peer_that_breaks_becomes_a_record(monkeypatch):
     assert ("torch", "8bit") in reasons
 
 
-# ---------------------------------------------------------------- transfers
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 9, 10, 33])
-def test_mixed_passes_move_every_block_once(blocks: int):
-    moves = list(passes.operations(Operation.MIXED, total_bytes=blocks * 4096, block_bytes=4096))
-    assert sorted(offset for _, offset in moves) == [index * 4096 for index in range(blocks)]
-    reads = sum(kind is Operation.READ for kind, _ in moves)
-    assert abs(reads - 0.7 * blocks) < 1
-
-
-def test_passes_write_what_fits_and_read_it_back(tmp_path):
-    setting = TransferSetting(Engine.THREADS, 64 * KIB, 3)
-    with passes.Passes([tmp_path / "states"], setting, file_bytes=MIB) as transfers:
-        # Reading comes last: it fills the buffers that writing takes its bytes from.
-        for operation in (Operation.WRITE, Operation.MIXED, Operation.READ):
-            transfers.run(operation, 15 * 64 * KIB, times=2)
-    content = (tmp_path / "states").read_bytes()
-    assert len(content) == MIB
-    assert content[: 64 * KIB] == content[14 * 64 * KIB : 15 * 64 * KIB] != bytes(64 * KIB)
-    assert content[15 * 64 * KIB :] == bytes(64 * KIB)
-
-
-def test_measurements_are_interleaved_and_counted(tmp_path, monkeypatch):
-    ran: list[fio.FioJob] = []
-    monkeypatch.setattr(fio, "program", lambda: "fio")
-    monkeypatch.setattr(fio, "run", lambda job, _: ran.append(job) or 1e9)
-    notes = Notes()
-    found = io_bench.run(options(tmp_path, engines=(Engine.THREADS,)), notes)
-    assert notes.expected == len(notes.made)
-    assert [what.split()[0] for what in notes.made[:4]] == ["lohan", "fio", "fio", "lohan"]
-    assert len(ran) == 3 * 2
-    assert {job.bytes_per_path for job in ran} == {8 * MIB}
-    assert [record["ratio_to_fio"] for record in measured(found, "fio")] == [1.0] * 3
-    assert [record["ratio_to_fio"] * 1e9 for record in measured(found, "lohan")] == pytest.approx(
-        [record["bytes_per_second"] for record in measured(found, "lohan")]
-    )
-
-
-def test_engines_are_compared_in_turns_and_with_each_other(tmp_path, monkeypatch):
-    refused = passes.refusal(Engine.URING)
-    if refused:
-        pytest.skip(refused)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    notes = Notes()
-    found = io_bench.run(options(tmp_path, operations=(Operation.READ,)), notes)
-    assert [what.split()[1] for what in notes.made[:4]] == ["uring", "threads", "threads", "uring"]
-    uring, threads = measured(found, "lohan")
-    assert threads["ratio_to_uring"] == threads["bytes_per_second"] / uring["bytes_per_second"]
-    assert "ratio_to_uring" not in uring
-
-
-def test_an_engine_that_is_refused_becomes_a_record(tmp_path, monkeypatch):
-    reason = "io_uring_setup is not permitted"
-    monkeypatch.setattr(io_bench, "refusal", lambda engine: reason if engine is Engine.URING else "")
-    monkeypatch.setattr(fio, "program", lambda: None)
-    found = io_bench.run(options(tmp_path, operations=(Operation.READ,)), Notes())
-    assert {"system": "lohan", "engine": "uring", "skipped": reason} in found
-    assert {record["engine"] for record in measured(found)} == {"threads"}
-    found = io_bench.run(options(tmp_path, engines=(Engine.URING,)), Notes())
-    assert [record for record in found if "skipped" not in record] == []
-
-
-def test_two_limited_folders_are_measured_beside_one(tmp_path):
-    """That they reach twice one is the pool's test; here every byte goes where the record says."""
-    found = striping.run(tmp_path, engine=Engine.THREADS, limit_bytes_per_second=10**9, total_bytes=8 * MIB, rounds=1, watcher=Notes())
-    assert [(record["operation"], record["directories"]) for record in found] == [("read", 1), ("read", 2), ("write", 1), ("write", 2)]
-    assert [record["ratio_to_one_directory"] for record in found if record["directories"] == 1] == [1.0, 1.0]
-    assert {path.name: path.stat().st_size for path in tmp_path.glob("limited1/*")} == {"one": 8 * MIB, "two": 4 * MIB}
-    assert {path.name: path.stat().st_size for path in tmp_path.glob("limited2/*")} == {"two": 4 * MIB}
-
-
-def test_the_limit_stays_far_below_the_drive():
-    assert striping.limit_for([]) == striping.limit_for([3e9, 5e9]) == 128 * 10**6
-    assert striping.limit_for([3e9, 80e6]) == 20 * 10**6
-
-
-def test_a_machine_without_fio_gets_a_record_that_names_the_package(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = io_bench.run(options(tmp_path, rounds=1, engines=(Engine.THREADS,)), Notes())
-    assert [record for record in found if record["system"] == "fio"] == [{"system": "fio", "skipped": fio.MISSING}]
-    assert {record["ratio_to_fio"] for record in measured(found)} == {None}
-
-
-def test_fio_that_refuses_becomes_a_record(tmp_path, monkeypatch):
-    def refuse(job: fio.FioJob, executable: str) -> float:
-        raise fio.FioError("fio: engine not loadable")
-
-    monkeypatch.setattr(fio, "program", lambda: "fio")
-    monkeypatch.setattr(fio, "run", refuse)
-    found = io_bench.run(options(tmp_path, engines=(Engine.THREADS,), operations=(Operation.READ,)), Notes())
-    (theirs,) = [record for record in found if record["system"] == "fio"]
-    assert theirs["skipped"] == "fio: engine not loadable"
-    assert (theirs["engine"], theirs["operation"]) == ("psync", "read")
-
-
-# ---------------------------------------------------------------- fio
-
-
-def job(paths: list[Path], **changes: object) -> fio.FioJob:
-    values: dict = {"paths": paths, "engine": Engine.THREADS, "operation": Operation.WRITE, "block_bytes": MIB, "depth": 4}
-    values |= {"bytes_per_path": 32 * MIB, "times": 3, "direct": True, "registered": True}
-    return fio.FioJob(**(values | changes))
-
-
-def test_fio_threads_divide_every_file_among_them():
-    arguments = fio.arguments(job([Path("/a:b/states"), Path("/c/states")]))
-    assert arguments[-4:] == ["--name=states0", "--filename=/a\\:b/states", "--name=states1", "--filename=/c/states"]
-    assert {"--numjobs=4", "--iodepth=1", f"--offset_increment={8 * MIB}", f"--size={8 * MIB}", f"--io_size={24 * MIB}"} <= set(arguments)
-    assert {"--ioengine=psync", "--rw=write", "--direct=1", "--end_fsync=1", "--overwrite=1", "--allow_file_create=0"} <= set(arguments)
-    assert "--fixedbufs=1" not in arguments
-
-
-def test_fio_with_io_uring_is_one_job_a_file_of_that_depth():
-    arguments = fio.arguments(job([Path("/states")], engine=Engine.URING, operation=Operation.MIXED, depth=16, direct=False))
-    assert {"--ioengine=io_uring", "--numjobs=1", "--iodepth=16", "--rw=rw", "--rwmixread=70", "--direct=0"} <= set(arguments)
-    assert {f"--size={32 * MIB}", "--fixedbufs=1"} <= set(arguments)
-    assert "--fixedbufs=1" not in fio.arguments(job([Path("/states")], engine=Engine.URING, registered=False))
-
-
-def test_fio_output_is_read():
-    output = {"jobs": [{"error": 0, "read": {"io_bytes": 700, "runtime": 90}, "write": {"io_bytes": 300, "runtime": 100}}]}
-    assert fio.bytes_per_second("note: something\n" + json.dumps(output)) == 10_000
-    for bad in ("", "nothing", "{}", '{"jobs": []}', json.dumps({"jobs": [{"read": 1}]})):
-        with pytest.raises(fio.FioError, match="not understood"):
-            fio.bytes_per_second(bad)
-    output["jobs"][0] |= {"error": 5}
-    with pytest.raises(fio.FioError, match="error 5"):
-        fio.bytes_per_second(json.dumps(output))
-
-
-def test_fio_moves_exactly_the_bytes_and_keeps_the_file(tmp_path):
-    executable = shutil.which("fio")
-    if executable is None:
-        pytest.skip(fio.MISSING)
-    path = tmp_path / "states"
-    path.write_bytes(bytes(16 * MIB))
-    before = path.stat()
-    for operation in (Operation.READ, Operation.MIXED, Operation.WRITE):
-        arguments = fio.arguments(job([path], operation=operation, bytes_per_path=16 * MIB, times=2, direct=False))
-        done = subprocess.run([executable, *arguments], capture_output=True, text=True, timeout=60, check=True)
-        result = json.loads(done.stdout[done.stdout.find("{") :])["jobs"][0]
-        moved = result["read"]["io_bytes"] + result["write"]["io_bytes"]
-        # A mixed job of a few blocks may end early, when one direction has been over its region; it counts what it moved.
-        assert moved == 32 * MIB if operation is not Operation.MIXED else 16 * MIB < moved <= 32 * MIB
-        assert result["read"]["total_ios"] + result["write"]["total_ios"] == moved // MIB  # blocks of 1 MiB, none of the second size
-    after = path.stat()
-    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
-    assert path.read_bytes().count(bytes(4096)) == 0
-
-
-def test_fio_that_fails_says_why(tmp_path):
-    executable = shutil.which("fio")
-    if executable is None:
-        pytest.skip(fio.MISSING)
-    with pytest.raises(fio.FioError, match="fio"):
-        fio.run(job([tmp_path / "absent"]), executable)
-    with pytest.raises(fio.FioError, match="did not run"):
-        fio.run(job([tmp_path / "absent"]), str(tmp_path / "no-fio"))
-
-
-# ---------------------------------------------------------------- the choice
-
-
-def speeds(table: dict[tuple[Engine, int, int], tuple[float, float]]) -> list[TransferSpeed]:
-    return [
-        TransferSpeed(TransferSetting(engine, block, depth), operation, rate)
-        for (engine, block, depth), rates in table.items()
-        for operation, rate in zip((Operation.READ, Operation.WRITE), rates, strict=True)
-    ]
-
-
-def test_the_fastest_setting_over_all_operations_is_chosen():
-    choice = choose_transfers(speeds({
-        (Engine.URING, MIB, 8): (6e9, 1e9),
-        (Engine.THREADS, 4 * MIB, 8): (4e9, 2e9),
-    }))  # fmt: skip
-    assert choice is not None
-    assert choice.setting == TransferSetting(Engine.THREADS, 4 * MIB, 8)
-    assert choice.bytes_per_second == pytest.approx(2 / (1 / 4e9 + 1 / 2e9))
-    assert "2.67 GB/s" in choice.reason
-    assert "the fastest of 2 settings" in choice.reason
-
-
-def test_of_equally_fast_settings_the_one_with_the_least_in_flight_is_chosen():
-    choice = choose_transfers(speeds({
-        (Engine.THREADS, 4 * MIB, 32): (4.0e9, 4.0e9),
-        (Engine.THREADS, MIB, 8): (3.9e9, 3.9e9),
-        (Engine.URING, MIB, 8): (3.9e9, 3.9e9),
-        (Engine.URING, 256 * KIB, 8): (3.8e9, 3.8e9),
-    }))  # fmt: skip
-    assert choice is not None
-    assert choice.setting == TransferSetting(Engine.URING, MIB, 8)
-    assert "8.00 MiB" in choice.reason
-
-
-def test_a_setting_that_was_not_measured_in_everything_is_not_chosen():
-    table = speeds({(Engine.THREADS, MIB, 8): (1e9, 1e9)})
-    half = TransferSpeed(TransferSetting(Engine.URING, MIB, 8), Operation.READ, 9e9)
-    choice = choose_transfers([*table, half])
-    assert choice is not None
-    assert choice.setting.engine is Engine.THREADS
-    assert choose_transfers([]) is None
-
-
 # ---------------------------------------------------------------- what a user may get wrong
 
 
@@ -495,26 +256,6 @@ def test_too_many_elements_fail_before_anything_is_allocated():
     result = CliRunner().invoke(make_application(), ["adam", "--elements", str(10**15)])
     assert result.exit_code == ExitCode.FAILED
     assert "--elements" in result.stderr
-
-
-def test_a_pass_moves_whole_blocks_in_every_folder_and_thread(tmp_path):
-    chosen = io_bench.IoOptions(directories=(tmp_path,), size_bytes=GIB + 5 * MIB, block_bytes=(384 * KIB, 4 * MIB), depths=(5, 32))
-    assert chosen.file_bytes == GIB + 4 * MIB
-    for block, depth in itertools.product(chosen.block_bytes, chosen.depths):
-        moved = chosen.bytes_per_path(TransferSetting(Engine.THREADS, block, depth))
-        assert 0 < moved <= chosen.file_bytes
-        assert moved % (depth * block) == 0
-    with pytest.raises(ConfigError, match="128"):
-        io_bench.IoOptions(directories=(tmp_path,), size_bytes=127 * MIB)
-
-
-def test_files_are_striped_over_all_folders(tmp_path):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    (record, *_) = measured(io_bench.run(options(tmp_path, directories=tuple(folders), operations=(Operation.READ,)), Notes()))
-    assert record["directories"] == 2
-    assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
 @pytest.mark.parametrize(("text", "count"), [("0", 0), ("4096", 4096), ("256K", 256 * KIB), ("4MiB", 4 * MIB), (" 1 gb ", GIB), ("7b", 7)])
