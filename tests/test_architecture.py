@@ -52,11 +52,8 @@ ENGINE_NEVER = ("lohan_app", "fastapi", "starlette", "uvicorn", "sqlalchemy", "a
 # The native core: bytes through the store and the arena, numbers through the optimizer.
 # `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct; `lohan bench` measures it.
 NATIVE_USERS = {
-# `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct; `lohan bench` measures it.
-NATIVE_USERS = {
     *("lohan.memory.store", "lohan.memory.arena", "lohan.streaming.optimizer", "lohan_app.worker.native_findings"),
     *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.passes", "lohan.bench.striping"),
-}
 }
 
 FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "system")
