@@ -82,6 +82,18 @@ TEST_EACH_ENGINE(SizeBytesCreatesAllocatesResizesAndKeepsContents) {
   CHECK_EQUAL(File::Open(path, std::nullopt)->size_bytes(), 0);
 }
 
+TEST(APathWithoutAFolderLiesInTheWorkingOne) {
+  Folder folder;
+  const std::string name = std::filesystem::path(folder.File("")).parent_path().filename().string();
+  std::filesystem::current_path(folder.File(""));
+  const auto relative = File::Open("file", 1);
+  std::filesystem::current_path("..");
+  std::byte value{};
+  const auto within_folder = File::Open(name + "/file", 1);
+  CHECK(relative->Cut(0, &value, 1).front().file->directory() ==
+        within_folder->Cut(0, &value, 1).front().file->directory());
+}
+
 TEST(DirectIsUsedOrTheReasonIsKept) {
   Folder folder;
   const auto file = File::Open(folder.File("direct"), kMib);
