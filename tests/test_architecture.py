@@ -36,7 +36,7 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
     "lohan.hardware": (),
     "lohan.planning": ("lohan.hardware",),
     "lohan.data": (),
-    "lohan.memory": (),
+    "lohan.memory": ("lohan.hardware",),
     "lohan.states": ("lohan.memory", "lohan.planning"),
     "lohan.models": ("lohan.planning", "lohan.states"),
     "lohan.streaming": ("lohan.memory", "lohan.states", "lohan.models", "lohan.planning"),

@@ -10,10 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from lohan._native import IoEngine
 from lohan.bench import fio, passes, striping
 from lohan.bench import io as io_bench
 from lohan.errors import ConfigError
-from lohan.hardware.transfers import Engine, Operation, TransferSetting, TransferSpeed, choose_transfers
+from lohan.hardware.transfers import (
+    CHOICE_FILE,
+    Engine,
+    Operation,
+    TransferChoice,
+    TransferSetting,
+    TransferSpeed,
+    choose_transfers,
+    load_choice,
+    save_choice,
+)
+from lohan.memory.store import Store
 from lohan.units import GIB, KIB, MIB
 from tests.engine.bench_runs import Notes, measured, options
 
@@ -191,7 +203,7 @@ def speeds(table: dict[tuple[Engine, int, int], tuple[float, float]]) -> list[Tr
 
 def test_the_fastest_setting_over_all_operations_is_chosen():
     choice = choose_transfers(speeds({
-        (Engine.URING, MIB, 8): (6e9, 1e9),
+        (Engine.URING, 4 * MIB, 8): (6e9, 1e9),
         (Engine.THREADS, 4 * MIB, 8): (4e9, 2e9),
     }))  # fmt: skip
     assert choice is not None
@@ -204,13 +216,55 @@ def test_the_fastest_setting_over_all_operations_is_chosen():
 def test_of_equally_fast_settings_the_one_with_the_least_in_flight_is_chosen():
     choice = choose_transfers(speeds({
         (Engine.THREADS, 4 * MIB, 32): (4.0e9, 4.0e9),
-        (Engine.THREADS, MIB, 8): (3.9e9, 3.9e9),
-        (Engine.URING, MIB, 8): (3.9e9, 3.9e9),
-        (Engine.URING, 256 * KIB, 8): (3.8e9, 3.8e9),
+        (Engine.THREADS, 4 * MIB, 8): (3.9e9, 3.9e9),
+        (Engine.URING, 4 * MIB, 8): (3.9e9, 3.9e9),
+        (Engine.URING, 4 * MIB, 4): (3.8e9, 3.8e9),
     }))  # fmt: skip
     assert choice is not None
-    assert choice.setting == TransferSetting(Engine.URING, MIB, 8)
-    assert "8.00 MiB" in choice.reason
+    assert choice.setting == TransferSetting(Engine.URING, 4 * MIB, 8)
+    assert "32.00 MiB" in choice.reason
+
+
+def test_runs_get_the_best_of_the_settings_they_can_take():
+    """They move 4 MiB at a time: a faster setting with other blocks is no choice for them, unless nothing else was measured."""
+    table = {(Engine.URING, MIB, 32): (9e9, 9e9), (Engine.THREADS, 4 * MIB, 8): (3e9, 3e9), (Engine.URING, 4 * MIB, 8): (2e9, 2e9)}
+    choice = choose_transfers(speeds(table))
+    assert choice is not None and choice.setting == TransferSetting(Engine.THREADS, 4 * MIB, 8)
+    choice = choose_transfers(speeds({(Engine.URING, MIB, 32): (9e9, 9e9)}))
+    assert choice is not None and choice.setting.block_bytes == MIB
+
+
+def test_a_choice_is_kept_in_the_folder_and_taken_by_the_store(tmp_path):
+    empty, measured_folder = tmp_path / "empty", tmp_path / "measured"
+    empty.mkdir()
+    measured_folder.mkdir()
+    assert load_choice([empty, measured_folder]) is None
+    setting = TransferSetting(Engine.THREADS, 4 * MIB, 3)
+    save_choice(measured_folder, TransferChoice(setting, 1e9, "1.00 GB/s"))
+    assert sorted(path.name for path in measured_folder.iterdir()) == [CHOICE_FILE]
+    assert load_choice([empty, measured_folder]) == setting
+    with Store.measured([empty, measured_folder]) as store:
+        assert store.engine is IoEngine.THREADS
+        assert store.engine_refusal == ""
+    with Store.measured([empty]) as store, Store() as default:
+        assert store.engine is default.engine
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"schema": 1, "engine": "aio", "block_bytes": 4194304, "depth": 8}',
+        '{"schema": 1, "engine": "uring", "block_bytes": 4194304, "depth": 0}',
+        '{"schema": 1, "engine": "uring", "block_bytes": 1048576, "depth": 8}',
+        '{"schema": 2, "engine": "uring", "block_bytes": 4194304, "depth": 8}',
+    ],
+)
+def test_a_file_that_is_no_choice_counts_as_none(tmp_path, content):
+    (tmp_path / CHOICE_FILE).write_text(content)
+    assert load_choice([tmp_path]) is None
 
 
 def test_a_setting_that_was_not_measured_in_everything_is_not_chosen():

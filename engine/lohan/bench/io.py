@@ -18,7 +18,17 @@ from lohan.bench import fio, striping
 from lohan.bench.passes import Passes, refusal
 from lohan.bench.records import Record, Watcher, median
 from lohan.errors import ConfigError, StorageError
-from lohan.hardware.transfers import Engine, Operation, TransferSetting, TransferSpeed, choose_transfers
+from lohan.hardware.transfers import (
+    CHOICE_FILE,
+    ENGINE_BLOCK_BYTES,
+    Engine,
+    Operation,
+    TransferChoice,
+    TransferSetting,
+    TransferSpeed,
+    choose_transfers,
+    save_choice,
+)
 from lohan.units import GIB, KIB, MIB, format_bytes
 
 DEFAULT_SIZE_BYTES: Final = GIB
@@ -116,7 +126,13 @@ def run(options: IoOptions, watcher: Watcher) -> list[Record]:
             )
     except IoError as error:
         raise _as_storage_error(error) from error
-    return [*records, *_choice(speeds)]
+    choice = choose_transfers(speeds)
+    if choice is None:
+        return records
+    if choice.setting.block_bytes == ENGINE_BLOCK_BYTES:
+        for directory in options.directories:
+            _save(directory, choice)
+    return [*records, _choice_record(choice)]
 
 
 def _compare(
@@ -236,22 +252,28 @@ class _Measurement:
         }
 
 
-def _choice(speeds: Sequence[TransferSpeed]) -> list[Record]:
-    choice = choose_transfers(speeds)
-    if choice is None:
-        return []
-    setting = choice.setting
-    return [
-        {
-            "system": "lohan",
-            "chosen": True,
-            "engine": str(setting.engine),
-            "block_bytes": setting.block_bytes,
-            "depth": setting.depth,
-            "bytes_per_second": choice.bytes_per_second,
-            "reason": choice.reason,
-        }
-    ]
+def _save(directory: Path, choice: TransferChoice) -> None:
+    try:
+        save_choice(directory, choice)
+    except OSError as error:
+        raise StorageError(
+            f"the choice cannot be kept: {error.strerror}",
+            place=str(directory / CHOICE_FILE),
+            remedy="Free space, or give this user the right to write there; the measurement itself is done.",
+            errno=error.errno,
+        ) from error
+
+
+def _choice_record(choice: TransferChoice) -> Record:
+    return {
+        "system": "lohan",
+        "chosen": True,
+        "engine": str(choice.setting.engine),
+        "block_bytes": choice.setting.block_bytes,
+        "depth": choice.setting.depth,
+        "bytes_per_second": choice.bytes_per_second,
+        "reason": choice.reason,
+    }
 
 
 def _fill(paths: Sequence[Path], options: IoOptions, watcher: Watcher) -> None:

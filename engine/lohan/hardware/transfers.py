@@ -1,12 +1,24 @@
-"""Chooses how files are read and written from a few measurements: engine, block size, operations in flight."""
+"""Chooses how files are read and written from a few measurements: engine, block size, operations in flight.
+
+`lohan bench io` measures a folder and leaves the choice in it (`CHOICE_FILE`); what opens state files there later goes by it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from lohan.units import format_bytes
+
+CHOICE_FILE = "lohan-transfers.json"
+_CHOICE_SCHEMA = 1
+# What the native core moves at a time: runs can take no other block, whatever was measured.
+ENGINE_BLOCK_BYTES = 4 << 20
+_MOST_DEPTH = 256
 
 # Settings this close to the best count as equally fast: medians of a few rounds on a busy drive repeat no better.
 SAME_SPEED_FRACTION = 0.03
@@ -60,8 +72,9 @@ class TransferChoice:
 
 
 def choose_transfers(speeds: Iterable[TransferSpeed]) -> TransferChoice | None:
-    """The setting that moves the same number of bytes in every measured operation in the least time.
+    """The setting for runs: the one that moves the same number of bytes in every measured operation in the least time.
 
+    Only settings with `ENGINE_BLOCK_BYTES` count, or all when none has those.
     Of settings within `SAME_SPEED_FRACTION` of the fastest, the one with the fewest bytes in flight is taken, since an urgent read waits
     behind those and they hold memory; then the one with fewer operations in flight; then io_uring, which needs no threads.
     A setting takes part only if it was measured in every operation that any setting was measured in.
@@ -69,8 +82,10 @@ def choose_transfers(speeds: Iterable[TransferSpeed]) -> TransferChoice | None:
     Returns:
         None when no setting was.
     """
+    speeds = list(speeds)
+    usable = [speed for speed in speeds if speed.setting.block_bytes == ENGINE_BLOCK_BYTES]
     rates: dict[TransferSetting, dict[Operation, float]] = {}
-    for speed in speeds:
+    for speed in usable or speeds:
         rates.setdefault(speed.setting, {})[speed.operation] = speed.bytes_per_second
     operations = {operation for measured in rates.values() for operation in measured}
     totals = {
@@ -92,3 +107,31 @@ def choose_transfers(speeds: Iterable[TransferSpeed]) -> TransferChoice | None:
             f"and with the least in flight, {format_bytes(chosen.in_flight_bytes)}"
         )
     return TransferChoice(chosen, totals[chosen], reason)
+
+
+def save_choice(directory: Path, choice: TransferChoice) -> None:
+    """Leave `choice` in the folder it was measured in.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    content = {"schema": _CHOICE_SCHEMA, **asdict(choice.setting), "bytes_per_second": choice.bytes_per_second, "reason": choice.reason}
+    unfinished = directory / f".{CHOICE_FILE}.new"
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, directory / CHOICE_FILE)  # noqa: PTH105 - atomic, and named like the rename it is
+
+
+def load_choice(directories: Sequence[Path]) -> TransferSetting | None:
+    """What was chosen for these folders: the setting of the first that has one, or None.
+
+    A file that is not what `save_choice` writes counts as none: the choice is about speed alone, and measuring anew mends it.
+    """
+    for directory in directories:
+        try:
+            content = json.loads((directory / CHOICE_FILE).read_text(encoding="utf-8"))
+            setting = TransferSetting(Engine(content["engine"]), int(content["block_bytes"]), int(content["depth"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+        if content.get("schema") == _CHOICE_SCHEMA and setting.block_bytes == ENGINE_BLOCK_BYTES and 1 <= setting.depth <= _MOST_DEPTH:
+            return setting
+    return None

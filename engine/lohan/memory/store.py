@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from lohan._native import FaultPlan, IoEngine, IoError, IoErrorKind, IoFile, IoPool, IoTicket
 from lohan.errors import StorageError
+from lohan.hardware.transfers import ENGINE_BLOCK_BYTES, Engine, load_choice
 from lohan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _IO_THREADS = 4
 # a hundredth of a second at 3 GB/s.
 _IO_DEPTH = 8
 # How much of a striped file lies in one directory before the next one's turn: one piece of a transfer.
-_STRIPE_BYTES = 4 << 20
+_STRIPE_BYTES = ENGINE_BLOCK_BYTES
 
 
 def _free_space(path: str) -> str:
@@ -169,15 +170,35 @@ class StoreFile:
 class Store:
     """Opens files and runs their transfers on its own threads. May be used from any thread, not in a forked child."""
 
-    def __init__(self, *, threads: int = _IO_THREADS, engine: IoEngine = IoEngine.AUTO, faults: FaultPlan | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int = _IO_THREADS,
+        depth: int = _IO_DEPTH,
+        engine: IoEngine = IoEngine.AUTO,
+        faults: FaultPlan | None = None,
+    ) -> None:
         """Start the workers.
 
         Args:
             threads: transfers under way at a time in each directory, without io_uring.
+            depth: the same with io_uring.
             engine: what carries the transfers out; `IoEngine.URING` raises RuntimeError where there is no io_uring.
             faults: operations that go wrong, for tests.
         """
-        self._pool = IoPool(threads, engine=engine, depth=_IO_DEPTH, faults=faults)
+        self._pool = IoPool(threads, engine=engine, depth=depth, faults=faults)
+
+    @classmethod
+    def measured(cls, directories: Sequence[Path]) -> Self:
+        """As `lohan bench io` found it fastest in one of `directories`; the defaults where it was never run.
+
+        A choice of io_uring falls back to threads where the system refuses it, as on another host or in a container.
+        """
+        setting = load_choice(directories)
+        if setting is None:
+            return cls()
+        engine = IoEngine.THREADS if setting.engine is Engine.THREADS else IoEngine.AUTO
+        return cls(threads=setting.depth if setting.engine is Engine.THREADS else _IO_THREADS, depth=setting.depth, engine=engine)
 
     @property
     def engine(self) -> IoEngine:

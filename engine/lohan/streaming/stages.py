@@ -54,7 +54,7 @@ class Stages:
         with contextlib.ExitStack() as stack:
             self.arena = Arena(budget_bytes=host_budget_bytes)
             stack.callback(self.arena.close)
-            store = Store()
+            store = Store.measured(directories)
             stack.callback(store.close)
             self.states = StateStore(layouts, directories, precision, store)
             stack.callback(self.states.close)
