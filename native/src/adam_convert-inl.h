@@ -41,15 +41,16 @@ void JoinAll(const uint16_t* weights, const int16_t* remainder, float* master, i
 template <MomentCode kCode>
 void DecodeAll(const uint8_t* codes, const float* scales, float* moments, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) {
-    const Floats scale = Broadcast(scales[i / kMomentBlockElements]);
+    const Decoder decoder(kCode == MomentCode::kFirst ? kSignedCode : kUnsignedCode,
+                          scales[i / kMomentBlockElements]);
     uint8_t copy[kLanes] = {};
     const int64_t last = count - i < kLanes ? count : i + kLanes;
     CopyIn(codes, i, last, i, copy);
     Floats values;
     if constexpr (kCode == MomentCode::kFirst) {
-      values = DecodeFirst(copy) * scale;
+      values = decoder.First(copy);
     } else {
-      values = DecodeRoot(copy) * scale;
+      values = decoder.Root(copy);
       values *= values;
     }
     float decoded[kLanes];

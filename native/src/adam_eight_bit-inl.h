@@ -13,11 +13,13 @@ struct Largest {
   Ints first = {}, root = {};
 };
 
-/// One block's new moments on their way to codes. The codes of one block are made in the same loop as the
-/// next block's update: the update waits for square roots and quotients, and coding needs neither.
+/// One block's new moments on their way to weights and codes. Both are made in the same loop as the next
+/// block's moments: each of the three waits long for its own square roots, quotients and look-ups, and none
+/// for another's.
 struct MomentBlock {
   alignas(64) float first[kMomentBlockElements];
   alignas(64) float roots[kMomentBlockElements];
+  int64_t start;
   BlockScale first_scale, root_scale;
   uint8_t* first_codes;
   uint8_t* root_codes;
@@ -60,7 +62,8 @@ class EightBitUpdate {
  public:
   EightBitUpdate(const AdamScalars& scalars, const void* gradients, float gradient_scale, const AdamState& in,
                  const AdamState& out)
-      : constants_(scalars),
+      : scalars_(scalars),
+        constants_(scalars),
         gradient_scale_(Broadcast(gradient_scale)),
         gradients_(static_cast<const Element*>(gradients)),
         in_(in),
@@ -82,71 +85,83 @@ class EightBitUpdate {
       }
       pending = &block;
     });
-    if (pending != nullptr) EncodeAll(*pending, kMomentBlockElements);
+    if (pending != nullptr) Complete(*pending);
   }
 
  private:
   static_assert(kNormPartElements == kMomentBlockElements);
 
-  /// The arithmetic of one group, with all that it needs in registers.
-  struct GroupUpdate {
-    const Constants constants;
-    const Floats gradient_scale;
-    const Floats first_decay;   // beta1 times the first moment's scale
-    const Floats second_decay;  // beta2 times the square of the root's scale
+  /// The new moments of one group, with all that they need in registers.
+  struct NewMoments {
+    const Floats first_weight, second_weight, gradient_scale;
+    const Decoder decayed_first;  // of beta1 times the old first moment
+    const Decoder decayed_root;   // of the square root of beta2 times the old second moment
     float* const first;
     float* const roots;
     Sums sums;
-    NanWatch watch = {};
     Largest largest = {};
 
-    Floats Advance(const Element* gradients, const AdamState& in, int64_t i, int64_t place, int vector) {
-      const Floats gradient = Gradient::LoadFrom(gradients) * gradient_scale;
-      const Floats square = gradient * gradient;
-      sums.Add(square, vector);
-      const Floats old_root = DecodeRoot(in.second_codes + i);
-      const Floats root = SquareRoot(old_root * old_root * second_decay + constants.second_weight * square);
-      const Floats new_first =
-          DecodeFirst(in.first_codes + i) * first_decay + constants.first_weight * gradient;
-      const Floats master = Step(constants, MasterOf<kMaster>::LoadFrom(in, i), new_first, root);
-      watch.Add(master);
-      Store(new_first, first + place);
-      Store(root, roots + place);
-      largest.first = LargerMagnitude(largest.first, new_first);
-      largest.root = Larger(largest.root, __builtin_bit_cast(Ints, root));  // 0 or more, or the watch sees it
-      return master;
-    }
-
-    void Run(const Element* gradients, const AdamState& in, const AdamState& out, int64_t group,
-             int64_t place) {
-      for (int vector = 0; vector < kGroup / kLanes; vector += 2) {
-        const int64_t i = group + vector * kLanes, at = place + vector * kLanes;
-        const Element* source = gradients + vector * kLanes;
-        const Floats a = Advance(source, in, i, at, vector);
-        const Floats b = Advance(source + kLanes, in, i + kLanes, at + kLanes, vector + 1);
-        MasterOf<kMaster>::StoreTo(a, b, out, i);
+    /// `gradients` are the group's own; the codes are indexed by `group`, the results by `place`.
+    void Run(const Element* gradients, const AdamState& in, int64_t group, int64_t place) {
+      for (int vector = 0; vector < kGroup / kLanes; ++vector) {
+        const int64_t i = vector * kLanes;
+        const Floats gradient = Gradient::LoadFrom(gradients + i) * gradient_scale;
+        const Floats square = gradient * gradient;
+        sums.Add(square, vector);
+        const Floats old_root = decayed_root.Root(in.second_codes + group + i);
+        const Floats root = SquareRoot(old_root * old_root + second_weight * square);
+        const Floats new_first = decayed_first.First(in.first_codes + group + i) + first_weight * gradient;
+        Store(new_first, first + place + i);
+        Store(root, roots + place + i);
+        largest.first = LargerMagnitude(largest.first, new_first);
+        largest.root = LargerMagnitude(largest.root, root);
       }
     }
   };
 
-  GroupUpdate UpdateOf(int64_t start, MomentBlock& block, const float* sums) const {
+  /// The new master weights of one group, from the new moments at `first` and `roots`.
+  struct NewMasters {
+    const Constants constants;
+    NanWatch watch = {};
+
+    void Run(const float* first, const float* roots, const AdamState& in, const AdamState& out,
+             int64_t group) {
+      for (int64_t i = 0; i < kGroup; i += kPair) {
+        const Floats a = Advance(first + i, roots + i, in, group + i);
+        const Floats b = Advance(first + i + kLanes, roots + i + kLanes, in, group + i + kLanes);
+        MasterOf<kMaster>::StoreTo(a, b, out, group + i);
+      }
+    }
+
+    Floats Advance(const float* first, const float* roots, const AdamState& in, int64_t i) {
+      const Floats master =
+          Step(constants, MasterOf<kMaster>::LoadFrom(in, i), Load<Floats>(first), Load<Floats>(roots));
+      watch.Add(master);
+      return master;
+    }
+  };
+
+  NewMoments MomentsOf(int64_t start, MomentBlock& block, const float* sums) const {
     const float first_scale = in_.first_scales[start / kMomentBlockElements];
     const float root_scale = in_.second_scales[start / kMomentBlockElements];
-    return {constants_,
+    return {constants_.first_weight,
+            constants_.second_weight,
             gradient_scale_,
-            constants_.beta1 * first_scale,
-            constants_.beta2 * (root_scale * root_scale),
+            Decoder(kSignedCode, scalars_.beta1 * first_scale),
+            Decoder(kUnsignedCode, scalars_.beta2_root * root_scale),
             block.first,
             block.roots,
             Sums(sums)};
   }
 
+  /// New moments of the block that begins at `start`; weights and codes of the pending one.
   template <bool kHasPending>
   void RunWhole(int64_t start, MomentBlock& block, const MomentBlock& pending, float* sums) {
     const AdamState in = in_, out = out_;
     const Element* const gradients = gradients_;
     const Encoder encoder(pending);
-    GroupUpdate update = UpdateOf(start, block, sums);
+    NewMoments moments = MomentsOf(start, block, sums);
+    NewMasters masters = {constants_};
     for (int64_t place = 0; place < kMomentBlockElements; place += kGroup) {
       const int64_t group = start + place;
       Prefetch(gradients + group);
@@ -155,62 +170,81 @@ class EightBitUpdate {
       if constexpr (kMaster == kSplitMaster) Prefetch(in.remainder + group);
       Prefetch(in.first_codes + group);
       Prefetch(in.second_codes + group);
-      update.Run(gradients + group, in, out, group, place);
-      if constexpr (kHasPending) encoder.EncodeGroup(place);
+      moments.Run(gradients + group, in, group, place);
+      if constexpr (kHasPending) {
+        masters.Run(pending.first + place, pending.roots + place, in, out, pending.start + place);
+        encoder.EncodeGroup(place);
+      }
     }
-    update.sums.StoreTo(sums);
-    Finish(start, start + kMomentBlockElements, update, block, out.first_codes + start,
+    moments.sums.StoreTo(sums);
+    if (kHasPending && masters.watch.Seen()) Canonicalize(pending);
+    Finish(start, kMomentBlockElements, moments.largest, block, out.first_codes + start,
            out.second_codes + start);
+  }
+
+  /// Weights and codes of the last block.
+  void Complete(const MomentBlock& pending) const {
+    const Encoder encoder(pending);
+    NewMasters masters = {constants_};
+    for (int64_t place = 0; place < kMomentBlockElements; place += kGroup) {
+      masters.Run(pending.first + place, pending.roots + place, in_, out_, pending.start + place);
+      encoder.EncodeGroup(place);
+    }
+    if (masters.watch.Seen()) Canonicalize(pending);
+  }
+
+  void Canonicalize(const MomentBlock& block) const {
+    CanonicalizeMasters<kMaster>(out_, block.start, block.start + kMomentBlockElements);
   }
 
   /// A block that the segment does not fill is coded aside: what follows the segment keeps its codes.
   void RunPart(int64_t start, int64_t stop, MomentBlock& block, float* sums) {
-    GroupUpdate update = UpdateOf(start, block, sums);
+    NewMoments moments = MomentsOf(start, block, sums);
+    NewMasters masters = {constants_};
     ForGroups(
-        start, stop, [&](int64_t group) { update.Run(gradients_ + group, in_, out_, group, group - start); },
+        start, stop,
+        [&](int64_t group) {
+          const int64_t place = group - start;
+          moments.Run(gradients_ + group, in_, group, place);
+          masters.Run(block.first + place, block.roots + place, in_, out_, group);
+        },
         [&](int64_t first, int64_t last, int64_t group) {
           GroupCopy<Element> copy;
           const AdamState state = copy.State();
+          const int64_t place = group - start;
           CopyIn(gradients_, first, last, group, copy.gradients);
           CopyMasterIn<kMaster>(in_, first, last, group, state);
           CopyIn(in_.first_codes, first, last, group, copy.first_codes);
           CopyIn(in_.second_codes, first, last, group, copy.second_codes);
-          update.Run(copy.gradients, state, state, 0, group - start);
+          moments.Run(copy.gradients, state, 0, place);
+          masters.Run(block.first + place, block.roots + place, state, state, 0);
           CopyMasterOut<kMaster>(state, first, last, group, out_);
         });
-    update.sums.StoreTo(sums);
+    moments.sums.StoreTo(sums);
+    if (masters.watch.Seen()) CanonicalizeMasters<kMaster>(out_, start, stop);
     uint8_t first_codes[kMomentBlockElements], root_codes[kMomentBlockElements];
-    Finish(start, stop, update, block, first_codes, root_codes);
-    EncodeAll(block, stop - start);
+    Finish(start, stop - start, moments.largest, block, first_codes, root_codes);
+    const Encoder encoder(block);
+    for (int64_t place = 0; place < stop - start; place += kGroup) encoder.EncodeGroup(place);
     CopyOut(first_codes, start, stop, start, out_.first_codes);
     CopyOut(root_codes, start, stop, start, out_.second_codes);
   }
 
   /// Chooses the scales, now that all new moments are known.
-  void Finish(int64_t start, int64_t stop, const GroupUpdate& update, MomentBlock& block,
-              uint8_t* first_codes, uint8_t* root_codes) const {
-    Largest largest = update.largest;
-    if (update.watch.Seen()) {
-      CanonicalizeMasters<kMaster>(out_, start, stop);
-      CanonicalizeMoments(block.first, 0, stop - start);
-      CanonicalizeMoments(block.roots, 0, stop - start);
-      for (int64_t i = 0; i < stop - start; ++i) {
-        largest.root = LargerMagnitude(largest.root, Broadcast(block.roots[i]));
-      }
-    }
+  void Finish(int64_t start, int64_t count, const Largest& largest, MomentBlock& block, uint8_t* first_codes,
+              uint8_t* root_codes) const {
+    block.start = start;
     block.first_scale = ScaleOf(largest.first, kSignedCode.top);
     block.root_scale = ScaleOf(largest.root, kUnsignedCode.top);
+    // The codes keep the sign, also of a NaN.
+    if (block.first_scale.scale != block.first_scale.scale) CanonicalizeMoments(block.first, 0, count);
     block.first_codes = first_codes;
     block.root_codes = root_codes;
     out_.first_scales[start / kMomentBlockElements] = block.first_scale.scale;
     out_.second_scales[start / kMomentBlockElements] = block.root_scale.scale;
   }
 
-  static void EncodeAll(const MomentBlock& block, int64_t count) {
-    const Encoder encoder(block);
-    for (int64_t place = 0; place < count; place += kGroup) encoder.EncodeGroup(place);
-  }
-
+  const AdamScalars scalars_;
   const Constants constants_;
   const Floats gradient_scale_;
   const Element* const gradients_;

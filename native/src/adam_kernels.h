@@ -21,6 +21,7 @@ struct AdamScalars {
   float beta1;                      //
   float first_weight;               // 1 - beta1
   float beta2;                      //
+  float beta2_root;                 // sqrt(beta2)
   float second_weight;              // 1 - beta2
   float step_size;                  // learning_rate / (1 - beta1^step)
   float inverse_second_correction;  // 1 / sqrt(1 - beta2^step)

@@ -16,6 +16,7 @@ AdamScalars ScalarsOf(const AdamSegment& segment) {
       .beta1 = static_cast<float>(segment.beta1),
       .first_weight = static_cast<float>(1.0 - segment.beta1),
       .beta2 = static_cast<float>(segment.beta2),
+      .beta2_root = static_cast<float>(std::sqrt(segment.beta2)),
       .second_weight = static_cast<float>(1.0 - segment.beta2),
       .step_size = static_cast<float>(segment.learning_rate / first_correction),
       .inverse_second_correction = static_cast<float>(1.0 / std::sqrt(second_correction)),

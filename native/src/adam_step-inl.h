@@ -9,11 +9,10 @@ namespace lohan {
 namespace {
 
 struct Constants {
-  Floats decay, beta1, first_weight, beta2, second_weight, step_size, inverse_second_correction, epsilon;
+  Floats decay, first_weight, beta2, second_weight, step_size, inverse_second_correction, epsilon;
 
   explicit Constants(const AdamScalars& s)
       : decay(Broadcast(s.decay)),
-        beta1(Broadcast(s.beta1)),
         first_weight(Broadcast(s.first_weight)),
         beta2(Broadcast(s.beta2)),
         second_weight(Broadcast(s.second_weight)),

@@ -8,14 +8,29 @@
 namespace lohan {
 namespace {
 
-/// The values of bytes without a sign, for a scale of 1.
-template <const DynamicCode& kCode>
-inline Floats Decode(Ints bytes) {
-  const Floats numbers = __builtin_convertvector(bytes, Floats);
-  const Ints exponent =
-      __builtin_bit_cast(Ints, numbers) >> 23;  // of which LookUp takes the lowest three bits
-  return LookUp(kCode.decode_offset, exponent) + LookUp(kCode.decode_slope, exponent) * numbers;
-}
+/// A code's values times a block's scale.
+struct Decoder {
+  ScaledTable offset, slope;
+
+  Decoder(const DynamicCode& code, float scale)
+      : offset(code.decode_offset, scale), slope(code.decode_slope, scale) {}
+
+  /// The values of bytes without a sign.
+  Floats Magnitudes(Ints bytes) const {
+    const Floats numbers = __builtin_convertvector(bytes, Floats);
+    const Ints exponent =
+        __builtin_bit_cast(Ints, numbers) >> 23;  // of which the tables take the lowest three bits
+    return offset.At(exponent) + slope.At(exponent) * numbers;
+  }
+
+  Floats First(const uint8_t* codes) const {
+    const Ints bytes = LoadBytes(codes);
+    return FromBits(BitsOf(Magnitudes(bytes & 0xFE)) | __builtin_bit_cast(Words, bytes) << 31);
+  }
+
+  /// The square root of the second moment.
+  Floats Root(const uint8_t* codes) const { return Magnitudes(LoadBytes(codes)); }
+};
 
 /// The bytes, with the sign's bit still to be set or cleared. `values` are 0 or more and below 1; a NaN's
 /// byte is 0.
@@ -32,21 +47,12 @@ inline Ints EncodeMagnitude(Floats values) {
 #endif
 }
 
-/// First moments for a scale of 1.
-inline Floats DecodeFirst(const uint8_t* codes) {
-  const Ints bytes = LoadBytes(codes);
-  return FromBits(BitsOf(Decode<kSignedCode>(bytes & 0xFE)) | __builtin_bit_cast(Words, bytes) << 31);
-}
-
 /// `inverse` maps the block's largest value onto the code's top.
 inline Ints EncodeFirst(Floats values, Floats inverse) {
   // The sign is the value's own: an infinity times the inverse, zero, is a NaN of either sign.
   const Ints sign = __builtin_bit_cast(Ints, BitsOf(values) >> 31);
   return (EncodeMagnitude<kSignedCode>(FromBits(BitsOf(values) & 0x7FFFFFFFu) * inverse) & 0xFE) | sign;
 }
-
-/// Square roots of second moments for a scale of 1.
-inline Floats DecodeRoot(const uint8_t* codes) { return Decode<kUnsignedCode>(LoadBytes(codes)); }
 
 inline Ints EncodeRoot(Floats values, Floats inverse) {
   return EncodeMagnitude<kUnsignedCode>(values * inverse);

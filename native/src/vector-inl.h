@@ -166,6 +166,25 @@ inline Floats LookUp(const float (&table)[16], Ints index) {
 #endif
 }
 
+/// Such a table times a factor; in a register where one holds it.
+#if defined(__AVX2__)
+struct ScaledTable {
+  Floats values;
+
+  ScaledTable(const float (&table)[16], float scale) : values(Load<Floats>(table) * scale) {}
+  Floats At(Ints index) const { return __builtin_shuffle(values, index); }
+};
+#else
+struct ScaledTable {
+  float values[16];
+
+  ScaledTable(const float (&table)[16], float scale) {
+    for (int i = 0; i < 16; ++i) values[i] = table[i] * scale;
+  }
+  Floats At(Ints index) const { return LookUp(values, index); }
+};
+#endif
+
 #if defined(__AVX512F__)
 /// table[index[lane] % 32] in each lane.
 inline Floats LookUp(const float (&table)[32], Ints index) {

@@ -82,13 +82,15 @@ TEST(EveryCodeMeansAValueThatIsCodedAsItself) {
   for (const DynamicCode* code : {&kSignedCode, &kUnsignedCode}) {
     const int end = code->step << code->levels;
     CHECK_EQUAL(end, 256);
-    CHECK_EQUAL(BitsOf(DecodeMagnitude(*code, 0)), 0u);
+    CHECK_EQUAL(BitsOf(DecodeMagnitude(*code, 0, 1.0f)), 0u);
     for (int byte = 0; byte < end; byte += code->step) {
-      CHECK_EQUAL(EncodeMagnitude(*code, DecodeMagnitude(*code, byte)), byte);
-      if (byte > 0) CHECK(DecodeMagnitude(*code, byte) > DecodeMagnitude(*code, byte - code->step));
+      CHECK_EQUAL(EncodeMagnitude(*code, DecodeMagnitude(*code, byte, 1.0f)), byte);
+      if (byte > 0)
+        CHECK(DecodeMagnitude(*code, byte, 1.0f) > DecodeMagnitude(*code, byte - code->step, 1.0f));
     }
     // One rounding each of offset, product and sum.
-    CHECK(std::abs(DecodeMagnitude(*code, end - code->step) - code->top) <= 3.0f * std::ldexp(1.0f, -24));
+    CHECK(std::abs(DecodeMagnitude(*code, end - code->step, 1.0f) - code->top) <=
+          3.0f * std::ldexp(1.0f, -24));
     CHECK(code->top < 1.0f);
   }
 }
@@ -103,7 +105,7 @@ TEST(ACodeIsWithinHalfACellOfItsValue) {
       while (value >= std::ldexp(1.0, 3 * (level + 1 - code->levels))) ++level;
       const double end = std::ldexp(1.0, 3 * (level + 1 - code->levels));
       const double half_cell = level < 2 ? 0.5 * end : 7.0 / 16.0 * std::ldexp(end, -level);
-      CHECK(std::abs(static_cast<double>(DecodeMagnitude(*code, byte)) - value) <=
+      CHECK(std::abs(static_cast<double>(DecodeMagnitude(*code, byte, 1.0f)) - value) <=
             half_cell + std::ldexp(1.0, -23));
     }
   }
@@ -119,13 +121,13 @@ TEST(DecodedMomentsAreTheCodesValues) {
                    length, pool, set);
       for (size_t i = 0; i < moments.size(); ++i) {
         CHECK_EQUAL(BitsOf(moments[i]),
-                    BitsOf(DecodeFirst(arrays.first_codes[i]) * arrays.first_scales[i / 256]));
+                    BitsOf(DecodeFirst(arrays.first_codes[i], arrays.first_scales[i / 256])));
       }
       DecodeMoment(MomentCode::kSecond, arrays.second_codes.data(), arrays.second_scales.data(),
                    moments.data(), length, pool, set);
       for (size_t i = 0; i < moments.size(); ++i) {
         const float root =
-            DecodeMagnitude(kUnsignedCode, arrays.second_codes[i]) * arrays.second_scales[i / 256];
+            DecodeMagnitude(kUnsignedCode, arrays.second_codes[i], arrays.second_scales[i / 256]);
         CHECK_EQUAL(BitsOf(moments[i]), BitsOf(root * root));
       }
     }

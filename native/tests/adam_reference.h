@@ -135,14 +135,14 @@ inline float GradientAt(const GradientArray& gradients, int64_t i, float scale) 
   return FromBits(static_cast<uint32_t>(static_cast<const uint16_t*>(gradients.data)[i]) << 16) * scale;
 }
 
-inline float DecodeMagnitude(const DynamicCode& code, int byte) {
+inline float DecodeMagnitude(const DynamicCode& code, int byte, float scale) {
   const auto number = static_cast<float>(byte);
   const uint32_t place = BitsOf(number) >> 23 & 7;
-  return code.decode_offset[place] + code.decode_slope[place] * number;
+  return code.decode_offset[place] * scale + code.decode_slope[place] * scale * number;
 }
 
-inline float DecodeFirst(uint8_t byte) {
-  const float magnitude = DecodeMagnitude(kSignedCode, byte & 0xFE);
+inline float DecodeFirst(uint8_t byte, float scale) {
+  const float magnitude = DecodeMagnitude(kSignedCode, byte & 0xFE, scale);
   return (byte & 1) != 0 ? FromBits(BitsOf(magnitude) | 0x80000000u) : magnitude;
 }
 
@@ -208,13 +208,13 @@ class Reference {
     for (int64_t i = begin; i < end; ++i) {
       const auto at = static_cast<size_t>(i);
       const float g = GradientAt(gradients_, i, scale_);
-      const float old_root = DecodeMagnitude(kUnsignedCode, arrays_.second_codes[at]);
-      const float root_scale = arrays_.second_scales[block];
-      second_ = old_root * old_root * (static_cast<float>(s_.beta2) * (root_scale * root_scale)) +
-                static_cast<float>(1.0 - s_.beta2) * (g * g);
-      const float first_decay = static_cast<float>(s_.beta1) * arrays_.first_scales[block];
-      first_ = Canonical(DecodeFirst(arrays_.first_codes[at]) * first_decay +
-                         static_cast<float>(1.0 - s_.beta1) * g);
+      const float root =
+          DecodeMagnitude(kUnsignedCode, arrays_.second_codes[at],
+                          static_cast<float>(std::sqrt(s_.beta2)) * arrays_.second_scales[block]);
+      second_ = root * root + static_cast<float>(1.0 - s_.beta2) * (g * g);
+      const float first =
+          DecodeFirst(arrays_.first_codes[at], static_cast<float>(s_.beta1) * arrays_.first_scales[block]);
+      first_ = Canonical(first + static_cast<float>(1.0 - s_.beta1) * g);
       Move(at);
       firsts.push_back(first_);
       roots.push_back(std::sqrt(second_));
