@@ -52,7 +52,8 @@ ENGINE_NEVER = ("lohan_app", "fastapi", "starlette", "uvicorn", "sqlalchemy", "a
 # The native core: bytes through the store and the arena, numbers through the optimizer and the state store (split masters).
 # `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct; `lohan bench` measures it.
 NATIVE_USERS = {
-    *("lohan.memory.store", "lohan.memory.arena", "lohan.states.state_store", "lohan.streaming.optimizer"),
+    *("lohan.memory.store", "lohan.memory.arena", "lohan.states.state_store"),
+    *(f"lohan.streaming.{name}" for name in ("optimizer", "chunk_pipeline", "clipping", "hyperparameters")),
     "lohan_app.worker.native_findings",
     *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.passes", "lohan.bench.striping"),
 }

@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lohan.models.load import empty_model as empty_model
+    from lohan.streaming.accumulation import accumulate as accumulate
     from lohan.streaming.executor import Session as Session
     from lohan.streaming.executor import init as init
 
 __version__ = "0.1.0.dev0"
 
-_LAZY = {"empty_model": "lohan.models.load", "init": "lohan.streaming.executor", "Session": "lohan.streaming.executor"}
+_LAZY = {
+    "accumulate": "lohan.streaming.accumulation",
+    "empty_model": "lohan.models.load",
+    "init": "lohan.streaming.executor",
+    "Session": "lohan.streaming.executor",
+}
 
-__all__ = ["Session", "empty_model", "init"]
+__all__ = ["Session", "accumulate", "empty_model", "init"]
 
 
 def __getattr__(name: str) -> Any:

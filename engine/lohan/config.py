@@ -39,6 +39,29 @@ class Schedule(StrEnum):
     COSINE = "cosine"
 
 
+class Clip(StrEnum):
+    """What is done about gradients that are too large."""
+
+    NONE = "none"
+    PER_UNIT = "per_unit"
+    """Each unit (a transformer block, the embedding, the head) is scaled down to the largest norm by itself, as it arrives."""
+    GLOBAL = "global"
+    """All gradients are scaled by one factor so that their common norm is at most the largest, as
+    `torch.nn.utils.clip_grad_norm_` does. No update begins before the backward has ended, and all gradients stay in host memory
+    until then."""
+
+
+class UpdateSchedule(StrEnum):
+    """When and how weights are updated; all give the same bits."""
+
+    SERIAL = "serial"
+    """After the backward's end; reading, updating and writing of consecutive chunks overlap. All gradients stay in host memory."""
+    NAIVE = "naive"
+    """As a unit's gradients arrive; a chunk is read after the one before it is written."""
+    OPTIMIZED = "optimized"
+    """As a unit's gradients arrive; the next chunk is read and the previous one written while one is updated."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -73,6 +96,10 @@ class TrainingSection(_Section):
     epsilon: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1e-8
     weight_decay: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
     """Decoupled weight decay (AdamW); not applied to one-dimensional parameters (norms and biases)."""
+    clip: Clip = Clip.NONE
+    """What is done about gradients that are too large: `none`, `per_unit` or `global`."""
+    max_gradient_norm: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    """The largest norm that clipping leaves."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     precision: Precision = Precision.BF16
     evaluation_rows: Annotated[int, Field(ge=0, le=4096)] = 64
@@ -93,6 +120,8 @@ class EngineSection(_Section):
     """Cap on the GPU's memory; None means what is free."""
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Cap on the host memory the run may hold; None means what is free."""
+    schedule: UpdateSchedule = UpdateSchedule.OPTIMIZED
+    """When weights are updated: `serial`, `naive` or `optimized`; the results are the same."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads for the optimizer and for `device = "cpu"`; 0 means all this process may use."""
 

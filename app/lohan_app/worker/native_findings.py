@@ -11,13 +11,15 @@ import resource
 import tempfile
 from pathlib import Path
 
+from lohan.config import UpdateSchedule
 from lohan.hardware.probe import StateDirectoryFacts
-from lohan.planning.footprint import CHUNK_PARAMETERS, CHUNKS_IN_FLIGHT
+from lohan.planning.footprint import CHUNK_PARAMETERS
 from lohan.planning.planner import SSD_RESERVE_BYTES
+from lohan.planning.schedule import UPDATE_ORDERS
 from lohan.units import format_bytes
 from lohan_app.worker.findings import Finding, Status
 
-STAGING_BYTES = CHUNKS_IN_FLIGHT * CHUNK_PARAMETERS * 14
+STAGING_BYTES = UPDATE_ORDERS[UpdateSchedule.OPTIMIZED].chunks_in_flight * CHUNK_PARAMETERS * 14
 """Buffers between the optimizer and the drives in bf16 training (4 + 4 + 4 + 2 bytes a parameter) of any model whose largest unit fills a
 chunk: what a run would have io_uring pin at least."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lohan.config import Precision
 from lohan.planning.plan import PlanItem
+from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.state_form import SCALE_BLOCK, StateForm
 from lohan.planning.workload import UnitKind, Workload
 from lohan.units import GIB, MIB, format_count
@@ -17,8 +18,6 @@ PARAMETER_SLOTS = 3
 """One computed with, one being filled, one still in use by queued work."""
 CHUNK_PARAMETERS = 32 * MIB
 """Elements; the grain of state I/O and of the optimizer."""
-CHUNKS_IN_FLIGHT = 3
-"""One being read, one being updated, one being written."""
 HOST_GRADIENT_BUFFERS = 3
 """One arriving, one waiting, one being read by the optimizer."""
 HOST_STAGING_BUFFERS = 2
@@ -114,20 +113,16 @@ def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int) -> tup
     )
 
 
-def host_items(sizes: Sizes, form: StateForm, *, on_gpu: bool) -> tuple[PlanItem, ...]:
+def host_items(sizes: Sizes, form: StateForm, order: UpdateOrder, *, on_gpu: bool) -> tuple[PlanItem, ...]:
     """What lies in host memory whatever the device."""
     item, unit = sizes.itemsize, format_count(sizes.largest_unit)
     chunk = min(CHUNK_PARAMETERS, sizes.largest_unit)
     items = [
-        PlanItem(
-            name="host gradient buffers",
-            bytes=HOST_GRADIENT_BUFFERS * sizes.largest_unit * item,
-            formula=f"{HOST_GRADIENT_BUFFERS} buffers x {unit} parameters x {item} B",
-        ),
+        _host_gradients(sizes, order),
         PlanItem(
             name="optimizer staging",
-            bytes=CHUNKS_IN_FLIGHT * form.state_bytes(chunk),
-            formula=f"{CHUNKS_IN_FLIGHT} chunks in flight x {format_count(chunk)} parameters x {_per_parameter(form)} B of states",
+            bytes=order.chunks_in_flight * form.state_bytes(chunk),
+            formula=f"{order.chunks_in_flight} chunks in flight x {format_count(chunk)} parameters x {_per_parameter(form)} B of states",
         ),
         PlanItem(
             name="process base",
@@ -143,6 +138,22 @@ def host_items(sizes: Sizes, form: StateForm, *, on_gpu: bool) -> tuple[PlanItem
         )
         items.insert(0, staging)
     return tuple(items)
+
+
+def _host_gradients(sizes: Sizes, order: UpdateOrder) -> PlanItem:
+    """Gradients on the host: of a few units where updates begin on arrival, of all where they wait for the backward's end."""
+    item = sizes.itemsize
+    if order.begin is Begin.AFTER_BACKWARD:
+        return PlanItem(
+            name="host gradient buffers",
+            bytes=sizes.parameters * item,
+            formula=f"{format_count(sizes.parameters)} parameters x {item} B: all gradients wait for the backward's end",
+        )
+    return PlanItem(
+        name="host gradient buffers",
+        bytes=HOST_GRADIENT_BUFFERS * sizes.largest_unit * item,
+        formula=f"{HOST_GRADIENT_BUFFERS} buffers x {format_count(sizes.largest_unit)} parameters x {item} B",
+    )
 
 
 def state_items(sizes: Sizes, form: StateForm) -> tuple[PlanItem, ...]:

@@ -65,8 +65,8 @@ class Plan(BaseModel):
     """Parameter slots on the device."""
     policy: str = "recompute-all"
     """What happens to a block's inner activations."""
-    schedule: str = "on-arrival"
-    """When an update runs: as soon as its unit's gradients are complete."""
+    schedule: str = "optimized"
+    """When updates run: `serial`, `naive` or `optimized`, see `lohan.config.UpdateSchedule`; plans of older versions say `on-arrival`."""
     durability: str = "none"
     """What a run can be resumed from; `none`: it starts again from the base model."""
     tiers: tuple[TierPlan, ...]

@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 
-from lohan.config import EngineSection, Precision, TrainingSection
+from lohan.config import Clip, EngineSection, Precision, TrainingSection
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import GpuFacts, HardwareFacts
 from lohan.planning.footprint import (
@@ -24,6 +24,7 @@ from lohan.planning.footprint import (
     state_items,
 )
 from lohan.planning.plan import Plan, PlanItem, Tier, TierPlan
+from lohan.planning.schedule import update_order
 from lohan.planning.state_form import StateForm
 from lohan.planning.workload import Workload
 from lohan.units import GIB, format_bytes
@@ -70,7 +71,7 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
     ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(hardware), items=state_items(sizes, form))
     if ssd_plan.used_bytes > ssd_plan.capacity_bytes:
         raise _capacity_error("SSD space", ssd_plan, "Free space, or add a drive to the state directories.")
-    notes = [_micro_batch_note(engine, training, micro_batch), *_form_notes(form)]
+    notes = [_micro_batch_note(engine, training, micro_batch), *_form_notes(form), *_update_notes(training)]
     if training.precision is Precision.BF16 and default_precision(engine, hardware) is Precision.FP32:
         notes.append(f"{SLOW_BF16} Use fp32.")
     return Plan(
@@ -86,6 +87,7 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         micro_batch_size=micro_batch,
         sequence_length=training.sequence_length,
         slots=PARAMETER_SLOTS,
+        schedule=str(engine.schedule),
         tiers=(gpu_plan, ram_plan, ssd_plan),
         ssd_bytes_per_step=ssd_bytes_per_step(sizes, form),
         notes=tuple(notes),
@@ -160,7 +162,8 @@ def _memory(
 ) -> tuple[TierPlan, TierPlan]:
     """The GPU's and the host's plan; on the CPU the device's items are the host's."""
     on_device = device_items(sizes, training.batch_size, training.sequence_length, micro_batch)
-    on_host = host_items(sizes, StateForm.of(training.precision, engine.states), on_gpu=gpu is not None)
+    form = StateForm.of(training.precision, engine.states)
+    on_host = host_items(sizes, form, update_order(engine.schedule, training.clip), on_gpu=gpu is not None)
     host_bytes = max(0, hardware.ram.free_bytes - RAM_RESERVE_BYTES)
     if engine.host_memory_bytes is not None:
         host_bytes = min(host_bytes, engine.host_memory_bytes)
@@ -202,6 +205,16 @@ def _form_notes(form: StateForm) -> list[str]:
     if form.has_8bit_moments:
         notes.append("Moments are kept in 8 bits: the updates are close to AdamW's, not equal.")
     return notes
+
+
+def _update_notes(training: TrainingSection) -> list[str]:
+    match training.clip:
+        case Clip.GLOBAL:
+            return [f"Gradients are clipped to a common norm of {training.max_gradient_norm:g}: updates begin after the backward."]
+        case Clip.PER_UNIT:
+            return [f"Each unit's gradients are clipped to a norm of {training.max_gradient_norm:g} by itself."]
+        case Clip.NONE:
+            return []
 
 
 def _capacity_error(name: str, plan: TierPlan, remedy: str) -> CapacityError:

@@ -11,9 +11,9 @@ import fcntl
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -139,6 +139,16 @@ class StateStore:
         weights, remainder = (torch.empty(master.numel(), dtype=stream.dtype) for stream in master_streams(self.form))
         split_master(master, weights, remainder, pool=self._pool)
         return {Stream.WEIGHTS: weights, Stream.REMAINDER: remainder}
+
+    def begin_step(self, step: int) -> None:
+        """`step` is about to be written."""
+
+    def commit(self, step: int, payload: Mapping[str, Any]) -> None:
+        """All of `step` is written."""
+
+    def rollback(self) -> None:
+        """Forget what was written since the last commit."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the files and give the directories free; the files stay."""

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import resource
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import nn
 
-from lohan.config import Precision, States
-from lohan.errors import ConfigError
+from lohan.config import Clip, Precision, States, UpdateSchedule
+from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
 from lohan.planning.plan import Tier
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming import installation
+from lohan.streaming.clipping import StepStatistics, UpdateRules
 from lohan.streaming.device import resolve_device
-from lohan.streaming.optimizer import StepCounts, StepStatistics
+from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.parameters import DebugMode
 from lohan.streaming.regions import RegionRunner, UnitRuntime
 from lohan.streaming.stages import Stages, working_dtype
@@ -32,12 +34,21 @@ if TYPE_CHECKING:
     from lohan.planning.plan import Plan
 
 
+_Kind = TypeVar("_Kind", bound=StrEnum)
+
+
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """What a session has done so far; `last_step` is complete once `Session.wait` has returned."""
 
     steps: int
+    """Updates, skipped ones included; those whose record is written are `committed_steps`."""
+    committed_steps: int
     last_step: StepStatistics | None
+    clipped_steps: int
+    """Steps in which gradients were scaled down."""
+    skipped_steps: int
+    """Steps that were left out whole because a gradient was NaN or infinite."""
     bytes_read: int
     """From the state files."""
     bytes_written: int
@@ -50,6 +61,11 @@ class Statistics:
     """Most GPU memory that tensors held at once; 0 on the CPU, where `host_peak_bytes` counts everything."""
     host_peak_bytes: int
     """Most memory the process held at once."""
+
+    @property
+    def clip_rate(self) -> float:
+        """The part of all steps in which gradients were scaled down; 0 before the first."""
+        return self.clipped_steps / self.steps if self.steps else 0.0
 
 
 class Session:
@@ -76,6 +92,19 @@ class Session:
         """
         self._driver.check()
         self._stages.pending.wait_all()
+
+    def commit(self, payload: Mapping[str, Any]) -> None:
+        """Have the step just finished recorded with `payload` (JSON-ready), which a resumed session finds again. Does not wait.
+
+        A step whose payload has not come when the next one's first gradients do is recorded without.
+
+        Raises:
+            EngineError: there was no step yet, a background stage failed, or the session is closed.
+        """
+        self._driver.check()
+        if not self._driver.steps:
+            raise EngineError("there is no finished step to record", remedy="Call commit after the step's last backward.")
+        self._stages.worker.commit(self._driver.steps, payload)
 
     @property
     def tied_names(self) -> dict[str, str]:
@@ -113,7 +142,10 @@ class Session:
         on_gpu = self.device.type == "cuda"
         return Statistics(
             steps=steps,
-            last_step=stages.worker.statistics(),
+            committed_steps=stages.worker.committed_step,
+            last_step=stages.worker.last_step,
+            clipped_steps=stages.worker.clipped_steps,
+            skipped_steps=stages.worker.skipped_steps,
             bytes_read=stages.states.bytes_read,
             bytes_written=stages.states.bytes_written,
             unit_loads=stages.stream.loads,
@@ -155,6 +187,9 @@ def init(
     device: str = "auto",
     precision: Precision = Precision.BF16,
     states: States = States.AUTO,
+    schedule: UpdateSchedule | str = UpdateSchedule.OPTIMIZED,
+    clip: Clip | str = Clip.NONE,
+    max_gradient_norm: float = 1.0,
     weights: WeightSource | None = None,
     plan: Plan | None = None,
     slots: int | None = None,
@@ -177,6 +212,9 @@ def init(
         device: auto, cpu, cuda, cuda:N or a GPU's UUID.
         precision: bf16 computes in bf16 with fp32 master weights; fp32 computes in fp32.
         states: moments in fp32, or in 8 bits.
+        schedule: when updates run: serial, naive or optimized; the results are the same. serial keeps all gradients in host memory.
+        clip: none, per_unit, or global, which is torch.nn.utils.clip_grad_norm_ and keeps all gradients in host memory.
+        max_gradient_norm: what clipping scales larger norms down to.
         weights: where the weights come from; None takes those in the model.
         plan: gives micro-batch and slots where they are None, and bounds the host memory for slots, gradients and states.
         slots: parameter buffers on the device, at least 2; None takes the plan's, else 3.
@@ -193,12 +231,14 @@ def init(
     """
     _check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
     micro_batch_size, slots = _choose(micro_batch_size, slots, batch_size, plan)
+    rules = UpdateRules(_member(UpdateSchedule, schedule, "schedule"), _member(Clip, clip, "clip"), max_gradient_norm)
     torch_device = resolve_device(device)
     units = find_units(model)
     installation.check_model(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
+    layouts = [unit.layout for unit in runtimes]
     stages = Stages(
-        [unit.layout for unit in runtimes],
+        layouts,
         installation.access_order(model, units),
         [Path(directory) for directory in state_directories],
         device=torch_device,
@@ -207,11 +247,13 @@ def init(
         slots=slots,
         threads=threads,
         debug=debug,
+        rules=rules,
+        counts=StepCounts(layouts, group_of),
         host_budget_bytes=plan.tier(Tier.RAM).capacity_bytes if plan is not None else None,
         load=lambda states: installation.load(states, runtimes, weights),
     )
     installation.replace_parameters(model, runtimes, working_dtype(precision), torch_device)
-    driver = StepDriver(runtimes, optimizer, StepCounts([unit.layout for unit in runtimes], group_of), stages)
+    driver = StepDriver(runtimes, optimizer, stages)
     return _install(model, optimizer, units, runtimes, driver, stages, micro_batch_size, limits=(batch_size, seq_length))
 
 
@@ -245,6 +287,15 @@ def _choose(micro_batch_size: int | None, slots: int | None, batch_size: int, pl
     if slots < 2:
         raise ConfigError(f"slots is {slots}, expected at least 2", place="slots", remedy="One unit is loaded while another is used.")
     return micro_batch_size, slots
+
+
+def _member(kind: type[_Kind], value: str, name: str) -> _Kind:
+    """`value` as a member of `kind`."""
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(kind)
+        raise ConfigError(f"{name} is {value!r}, expected one of {allowed}", place=name, remedy="Correct the value.") from None
 
 
 def _check_ranges(**values: int) -> None:

@@ -33,6 +33,7 @@ class Region:
         self.unit = unit
         self.step = step
         self.ran = False
+        self.finished = False
         self.holds_weights = False
         self.finish = finish
 
@@ -161,9 +162,9 @@ class GradientOffload:
     """Moves complete units' gradients from the device to one of a few host buffers, in the precision they are updated from.
 
     Args:
-        elements: of the largest unit's trainable part.
+        elements: of each host buffer; the largest holds the largest unit's trainable part. When all that are large enough are waiting
+            for the optimizer, `send` blocks (back-pressure).
         dtype: of the host buffers: torch.bfloat16 or torch.float32.
-        buffers: host buffers; when all are waiting for the optimizer, `send` blocks (back-pressure).
     """
 
     def __init__(
@@ -171,21 +172,20 @@ class GradientOffload:
         arena: Arena,
         failure: Failure,
         *,
-        elements: int,
+        elements: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        buffers: int,
         debug: DebugMode,
     ) -> None:
         self._device, self._failure, self._debug = device, failure, debug
         paging = Paging.for_copies_with(device)
         self._free = [
-            HostGradient(arena.allocate(elements, dtype, holder="host gradient buffers", paging=paging), device) for _ in range(buffers)
+            HostGradient(arena.allocate(length, dtype, holder="host gradient buffers", paging=paging), device) for length in elements
         ]
         self._changed = threading.Condition()
         failure.wake(self._changed)
         self._stream = make_stream(device)
-        self._staging = torch.empty(elements, dtype=dtype, device=device) if device.type == "cuda" else None
+        self._staging = torch.empty(max(elements), dtype=dtype, device=device) if device.type == "cuda" else None
         self._staged, self._copied = Event(device), Event(device)
 
     def send(self, gradients: torch.Tensor) -> HostGradient:
@@ -195,9 +195,11 @@ class GradientOffload:
             EngineError: a background stage failed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._failure.failed)
+            self._changed.wait_for(lambda: self._fitting(gradients.numel()) or self._failure.failed)
             self._failure.check()
-            host = self._free.pop()
+            # The smallest that fits: where there is one for each unit, each then finds its own.
+            host = min(self._fitting(gradients.numel()), key=lambda host: host.buffer.numel())
+            self._free.remove(host)
         target = host.buffer[: gradients.numel()]
         if self._staging is None:
             target.copy_(gradients)
@@ -221,6 +223,9 @@ class GradientOffload:
             self._free.append(host)
             self._changed.notify_all()
 
+    def _fitting(self, elements: int) -> list[HostGradient]:
+        return [host for host in self._free if host.buffer.numel() >= elements]
+
     def free(self) -> None:
         """Give the buffers back."""
         if self._stream is not None:
@@ -231,13 +236,16 @@ class GradientOffload:
 
 
 def check_step(region: Region, step: int) -> None:
-    """Refuse the backward of a forward that ran before the last update: its weights are no longer what the forward saw.
+    """Refuse the backward of a forward that ran before the last update, and a second backward of one forward.
 
     Raises:
-        EngineError: `region` belongs to an earlier step.
+        EngineError: `region` belongs to an earlier step, whose weights are gone, or its backward has run.
     """
     if region.step != step:
         raise EngineError(
             f"backward of a forward that ran before the last update (step {region.step + 1}, now {step + 1})",
             remedy="Call backward() once per forward: with streamed weights each backward is one optimizer step.",
         )
+    if region.finished:
+        raise EngineError("second backward of one forward", remedy="Call backward() once per forward.")
+    region.finished = True

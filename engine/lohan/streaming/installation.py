@@ -16,8 +16,8 @@ from lohan.errors import EngineError, ModelError
 from lohan.planning.workload import UnitKind
 from lohan.states.layout import ParameterSpecification, layout_unit
 from lohan.streaming.activations import BlockForward, RootForward
+from lohan.streaming.hyperparameters import check_optimizer
 from lohan.streaming.loss_head import ModelForward
-from lohan.streaming.optimizer import check_optimizer
 from lohan.streaming.parameters import AccessOrder
 from lohan.streaming.placeholders import guard, make_placeholder
 from lohan.streaming.regions import RegionRunner, UnitRuntime

@@ -12,9 +12,12 @@ import torch
 from lohan.config import Precision, States
 from lohan.memory.arena import Arena
 from lohan.memory.store import Store
+from lohan.planning.schedule import Begin
 from lohan.planning.state_form import StateForm
 from lohan.states.state_store import StateStore
+from lohan.streaming.clipping import UpdateRules
 from lohan.streaming.gradients import GradientOffload
+from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.optimizer import OptimizerWorker
 from lohan.streaming.parameters import AccessOrder, DebugMode, ParameterStream
 from lohan.streaming.pending import Failure, PendingUpdates
@@ -22,12 +25,18 @@ from lohan.streaming.pending import Failure, PendingUpdates
 if TYPE_CHECKING:
     from lohan.states.layout import UnitLayout
 
-_HOST_GRADIENTS = 3  # one arriving, one waiting, one being read by the optimizer
+_HOST_GRADIENTS = 3  # one arriving, one waiting, one being read by the optimizer: where updates begin on arrival
 
 
 def working_dtype(precision: Precision) -> torch.dtype:
     """What the device computes in, and what gradients leave it in."""
     return torch.bfloat16 if precision is Precision.BF16 else torch.float32
+
+
+def _host_gradients(layouts: Sequence[UnitLayout], rules: UpdateRules) -> list[int]:
+    """The host gradient buffers, in elements: one per unit where all wait for the backward's end, else a few of the largest size."""
+    sizes = [layout.trainable_elements for layout in layouts if layout.trainable_elements]
+    return sizes if rules.order.begin is Begin.AFTER_BACKWARD else [max(sizes)] * _HOST_GRADIENTS
 
 
 class Stages:
@@ -45,6 +54,8 @@ class Stages:
         slots: int,
         threads: int,
         debug: DebugMode,
+        rules: UpdateRules,
+        counts: StepCounts,
         host_budget_bytes: int | None,
         load: Callable[[StateStore], None],
     ) -> None:
@@ -68,10 +79,9 @@ class Stages:
             self.offload = GradientOffload(
                 self.arena,
                 self.failure,
-                elements=max(layout.trainable_elements for layout in layouts),
+                elements=_host_gradients(layouts, rules),
                 dtype=working,
                 device=device,
-                buffers=_HOST_GRADIENTS,
                 debug=debug,
             )
             stack.callback(self.offload.free)
@@ -81,8 +91,11 @@ class Stages:
                 self.pending,
                 self.failure,
                 self.offload.give_back,
+                counts,
+                rules,
                 chunk_elements=max(trainable_chunks),
                 threads=threads,
+                can_roll_back=False,
             )
             stack.callback(self.worker.close)
             self._resources = stack.pop_all()

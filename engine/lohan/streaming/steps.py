@@ -1,4 +1,5 @@
-"""One backward is one step: collects gradients, starts updates as units complete, and closes the step when autograd is done."""
+"""One backward is one step, or adds to one: collects gradients, hands units on as they complete, and closes the step when autograd is
+done."""
 
 # ruff: noqa: SLF001 - the end of a backward is only told to `_execution_engine.queue_callback`
 
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.errors import EngineError
-from lohan.streaming.gradients import GradientCollector, Region, check_step
-from lohan.streaming.optimizer import Hyperparameters, StepCounts, UnitUpdate, read_groups
+from lohan.streaming.accumulation import accumulating
+from lohan.streaming.chunk_pipeline import UnitUpdate
+from lohan.streaming.gradients import GradientCollector, HostGradient, Region, check_step
+from lohan.streaming.hyperparameters import Hyperparameters, read_groups
 from lohan.streaming.placeholders import make_streamed_gradient
 
 if TYPE_CHECKING:
@@ -22,11 +25,14 @@ if TYPE_CHECKING:
 class StepDriver:
     """Knows which step it is. Its methods run in the threads that run forward and backward, never two at once."""
 
-    def __init__(self, units: Sequence[UnitRuntime], optimizer: torch.optim.Optimizer, counts: StepCounts, stages: Stages) -> None:
-        self._units, self._optimizer, self._counts = units, optimizer, counts
+    def __init__(self, units: Sequence[UnitRuntime], optimizer: torch.optim.Optimizer, stages: Stages) -> None:
+        self._units, self._optimizer = units, optimizer
         self._stream, self._offload, self._worker, self._failure = stages.stream, stages.offload, stages.worker, stages.failure
         self.collector = GradientCollector([unit.layout for unit in units], self._send, device=stages.device)
         self.steps = 0
+        """Updates so far, skipped ones included."""
+        self._adds_only = False
+        self._added: set[int] = set()
         self._groups: list[Hyperparameters] = []
         self._in_backward = False
         self._closed = False
@@ -79,6 +85,7 @@ class StepDriver:
         check_step(region, self.steps)
         if not self._in_backward:
             self._groups = read_groups(self._optimizer)
+            self._adds_only = accumulating()
             self._in_backward = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end)
@@ -88,19 +95,29 @@ class StepDriver:
         self.collector.add(region, gradients)
 
     def _send(self, index: int, gradients: torch.Tensor, touched: frozenset[int]) -> None:
-        """A unit's gradients are complete: start its update."""
-        layout = self._units[index].layout
-        host = self._offload.send(gradients)
-        segments = self._counts.advance(layout, touched, self._groups)
-        self._worker.submit(UnitUpdate(layout, self.steps + 1, host, touched, segments))
-        self._stream.invalidate(index)
+        """A unit's gradients of this backward are complete."""
+        self._submit(index, self._offload.send(gradients), touched)
+
+    def _submit(self, index: int, host: HostGradient | None, touched: frozenset[int]) -> None:
+        """Start the unit's update, or have its gradients added up."""
+        update = UnitUpdate(self._units[index].layout, self.steps + 1, host, touched, self._groups, adds_only=self._adds_only)
+        self._worker.submit(update)
+        if self._adds_only:
+            self._added.add(index)
+        else:
+            self._added.discard(index)
+            self._stream.invalidate(index)
 
     def _end(self) -> None:
         """Autograd has run every node of this backward."""
         self.collector.close_step()
-        self.steps += 1
         self._in_backward = False
+        if not self._adds_only:
+            for index in sorted(self._added, reverse=True):  # units that only earlier backwards of the step gave gradients
+                self._submit(index, None, frozenset())
+            self.steps += 1
+            self._worker.end_step(self.steps)
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what lr schedulers look for before they step
         for parameter, sentinel in self._sentinels:
             parameter.grad = sentinel
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what lr schedulers look for before they step
         self._stream.prefetch_forward()

@@ -1,0 +1,44 @@
+"""The order of a step's updates as plain data: what the planner counts with, and what the engine's optimizer does. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from lohan.config import Clip, UpdateSchedule
+
+
+class Begin(StrEnum):
+    """When a unit's update may begin."""
+
+    ON_ARRIVAL = "on_arrival"
+    """As soon as its gradients are in host memory, while the backward goes on with other units."""
+    AFTER_BACKWARD = "after_backward"
+    """Once the backward has ended: every unit's gradients stay in host memory until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOrder:
+    """One schedule. A chunk is read, updated and written; consecutive chunks overlap as far as `chunks_in_flight` lets them."""
+
+    begin: Begin
+    chunks_in_flight: int
+    """1: a chunk is read after the one before it is written. 3: one is read, one updated and one written at a time."""
+
+
+UPDATE_ORDERS: Mapping[UpdateSchedule, UpdateOrder] = MappingProxyType(
+    {
+        UpdateSchedule.SERIAL: UpdateOrder(Begin.AFTER_BACKWARD, chunks_in_flight=3),
+        UpdateSchedule.NAIVE: UpdateOrder(Begin.ON_ARRIVAL, chunks_in_flight=1),
+        UpdateSchedule.OPTIMIZED: UpdateOrder(Begin.ON_ARRIVAL, chunks_in_flight=3),
+    }
+)
+"""LoHan paper, section IV-C: `serial` is what its predecessors do, `naive` and `optimized` are its active gradient offloading."""
+
+
+def update_order(schedule: UpdateSchedule, clip: Clip) -> UpdateOrder:
+    """The order in which a step runs: a norm over all gradients is known only after the backward, whatever the schedule."""
+    order = UPDATE_ORDERS[schedule]
+    return UpdateOrder(Begin.AFTER_BACKWARD, order.chunks_in_flight) if clip is Clip.GLOBAL else order

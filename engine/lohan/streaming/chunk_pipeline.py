@@ -1,0 +1,195 @@
+"""Moves the chunks of units through their update: states are read, AdamW runs over them, and they are written back.
+
+With three chunks in flight the states of the next are read while this one is updated and the one before is written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from lohan._native import AdamSegment, AdamState, ThreadPool, adamw_update
+from lohan.states.streams import Stream, trainable_streams
+from lohan.streaming.hyperparameters import Hyperparameters
+
+if TYPE_CHECKING:
+    from lohan.memory.arena import Arena
+    from lohan.memory.store import Transfer
+    from lohan.states.layout import Chunk, UnitLayout
+    from lohan.states.state_store import StateStore
+    from lohan.streaming.gradients import HostGradient
+
+
+@dataclass(slots=True)
+class UnitUpdate:
+    """One unit's gradients and what to do with them. The optimizer's thread owns it from `submit` on."""
+
+    layout: UnitLayout
+    step: int
+    gradients: HostGradient | None
+    """None: this backward brought the unit none, only earlier ones of the step did."""
+    touched: frozenset[int]
+    """Indices of the parameters that have a gradient; chunks without any are left alone."""
+    groups: Sequence[Hyperparameters]
+    adds_only: bool = False
+    """Whether a later backward of the step updates the unit."""
+    values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """What is updated from: the gradients, or their fp32 sum over several backwards."""
+    scale: float = 1.0
+    segments: dict[int, list[AdamSegment]] = field(default_factory=dict)
+    """By chunk index."""
+    unread_chunks: int = 0
+    unwritten_chunks: int = 0
+
+
+_Buffers = dict[Stream, torch.Tensor]
+"""Host memory for one chunk's states."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """One chunk on its way."""
+
+    update: UnitUpdate
+    chunk: Chunk
+    buffers: _Buffers
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+class ChunkPipeline:
+    """Used by the optimizer's thread only.
+
+    Args:
+        chunk_elements: of the largest chunk.
+        in_flight: chunks that have buffers at a time.
+        on_read: called with a unit once its gradients are no longer needed.
+        on_written: called with a unit once all its chunks are written.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        arena: Arena,
+        pool: ThreadPool,
+        *,
+        chunk_elements: int,
+        in_flight: int,
+        on_read: Callable[[UnitUpdate], None],
+        on_written: Callable[[UnitUpdate], None],
+    ) -> None:
+        self._store, self._pool, self._on_read, self._on_written = store, pool, on_read, on_written
+        self._most_reading = max(1, in_flight - 1)
+        allocate = partial(arena.allocate, holder="optimizer staging")
+        self._free: list[_Buffers] = [
+            {stream: allocate(stream.length(chunk_elements), stream.dtype) for stream in trainable_streams(store.form)}
+            for _ in range(in_flight)
+        ]
+        self._queue: deque[tuple[UnitUpdate, Chunk]] = deque()
+        self._reading: deque[_Job] = deque()
+        self._writing: deque[_Job] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was added is written."""
+        return not (self._queue or self._reading or self._writing)
+
+    @property
+    def hungry(self) -> bool:
+        """Whether another chunk's read could begin, but none is queued."""
+        return not self._queue and self._may_read()
+
+    def add(self, update: UnitUpdate) -> None:
+        """Queue a unit's chunks."""
+        chunks = [chunk for chunk in update.layout.chunks if chunk.index in update.segments]
+        update.unread_chunks = update.unwritten_chunks = len(chunks)
+        self._queue.extend((update, chunk) for chunk in chunks)
+
+    def advance(self, *, more_to_come: bool) -> None:
+        """Begin the reads there is room for, update one chunk, and end writes that nothing else can be done beside.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        while self._queue and self._may_read():
+            self._reading.append(self._start_reading(*self._queue.popleft()))
+        if self._reading:
+            job = self._reading.popleft()
+            self._update(job)
+            self._writing.append(job)
+        while self._writing and (not self._free or not (self._reading or self._queue or more_to_come)):
+            self._finish_writing(self._writing.popleft())
+
+    def drain(self) -> None:
+        """Do everything that was added."""
+        while not self.idle:
+            self.advance(more_to_come=False)
+
+    def drop(self) -> None:
+        """Forget what is not written yet; transfers end before their buffers are used again."""
+        dropped = {update.layout.index: update for update, _ in self._queue}
+        dropped.update({job.update.layout.index: job.update for job in self._reading})
+        for job in (*self._reading, *self._writing):
+            for transfer in job.transfers:
+                transfer.wait()
+            self._free.append(job.buffers)
+        self.abandon()
+        for update in dropped.values():
+            self._on_read(update)
+
+    def abandon(self) -> None:
+        """After an error, or at the end: dropping the transfers waits for them."""
+        for job in (*self._reading, *self._writing):
+            job.transfers.clear()
+        for chunks in (self._queue, self._reading, self._writing):
+            chunks.clear()
+
+    def free(self) -> None:
+        """Give the buffers back."""
+        self._free.clear()
+
+    def _may_read(self) -> bool:
+        return bool(self._free) and len(self._reading) < self._most_reading
+
+    def _start_reading(self, update: UnitUpdate, chunk: Chunk) -> _Job:
+        job = _Job(update, chunk, self._free.pop())
+        for stream, part in _parts(job.buffers, chunk).items():
+            job.transfers.append(self._store.read(update.layout, chunk, stream, part))
+        return job
+
+    def _update(self, job: _Job) -> None:
+        for transfer in job.transfers:
+            transfer.wait()
+        update, chunk = job.update, job.chunk
+        states = _parts(job.buffers, chunk)
+        gradients = update.values[chunk.offset : chunk.offset + chunk.length]
+        adamw_update(update.segments[chunk.index], gradients, make_adam_state(states), gradient_scale=update.scale, pool=self._pool)
+        update.unread_chunks -= 1
+        if update.unread_chunks == 0:
+            self._on_read(update)
+        job.transfers = [self._store.write(update.layout, chunk, stream, part) for stream, part in states.items()]
+
+    def _finish_writing(self, job: _Job) -> None:
+        for transfer in job.transfers:
+            transfer.wait()
+        self._free.append(job.buffers)
+        job.update.unwritten_chunks -= 1
+        if job.update.unwritten_chunks == 0:
+            self._on_written(job.update)
+
+
+def _parts(buffers: _Buffers, chunk: Chunk) -> _Buffers:
+    """What `chunk` needs of each buffer."""
+    return {stream: buffer[: stream.length(chunk.length)] for stream, buffer in buffers.items()}
+
+
+_CODED = {Stream.FIRST_CODES: "first_moment", Stream.SECOND_CODES: "second_moment"}
+
+
+def make_adam_state(streams: Mapping[Stream, torch.Tensor]) -> AdamState:
+    """The native core's view of a chunk's states; it takes 8-bit codes in place of moments."""
+    return AdamState(**{_CODED.get(stream, str(stream)): tensor for stream, tensor in streams.items()})

@@ -1,0 +1,51 @@
+"""Which step has begun, ended, and been committed, and what its record holds. Used by the optimizer's thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lohan.states.state_store import StateStore
+
+PAYLOAD_KEY = "optimizer"
+"""Under it a step's record holds what the optimizer needs to go on: see `OptimizerWorker.resume`."""
+
+
+class StepCommits:
+    """Steps count from 1; a step is committed when all its chunks are written and its caller's payload has come.
+
+    Args:
+        export: what the record holds under `PAYLOAD_KEY`.
+    """
+
+    def __init__(self, store: StateStore, export: Callable[[], Mapping[str, Any]]) -> None:
+        self._store, self._export = store, export
+        self.begun = self.ended = self.committed = 0
+        self._payload: tuple[int, Mapping[str, Any]] | None = None
+        self.payloads_come = False
+
+    def resume(self, step: int) -> None:
+        """`step` is the last one that is committed."""
+        self.begun = self.ended = self.committed = step
+
+    def begin(self, step: int) -> None:
+        """The step's first gradients have come; the one before it is committed."""
+        self._store.begin_step(step)
+        self.begun = step
+
+    def hand_in(self, step: int, payload: Mapping[str, Any]) -> None:
+        """What the record of `step` is to hold besides the optimizer's part."""
+        self._payload, self.payloads_come = (step, payload), True
+
+    def settle(self, *, without_payload: bool = False) -> None:
+        """Commit the step that has ended, if its payload has come or is no longer waited for. All its chunks are written."""
+        if self.ended == self.committed:
+            return
+        payload: Mapping[str, Any] = {}
+        if self._payload is not None and self._payload[0] == self.ended:
+            payload = self._payload[1]
+        elif not without_payload:
+            return
+        self._store.commit(self.ended, {**payload, PAYLOAD_KEY: dict(self._export())})
+        self.committed = self.ended
