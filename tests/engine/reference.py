@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,15 @@ def on_device_of(model: nn.Module, batch: Batch) -> Batch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
+def grouped(batches: Sequence[Batch], size: int) -> list[Sequence[Batch]]:
+    return [batches[start : start + size] for start in range(0, len(batches), size)]
+
+
+def token_counts(batches: Sequence[Batch]) -> list[int]:
+    """Trained tokens of each batch: the first token of a row is predicted from nothing."""
+    return [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+
+
 def train_plain(
     model: nn.Module,
     batches: Sequence[Batch],
@@ -84,20 +93,30 @@ def train_plain(
     make_optimizer: MakeOptimizer = adamw,
     make_scheduler: MakeScheduler | None = None,
     on_step: Callable[[int, nn.Module], None] | None = None,
+    max_gradient_norm: float | None = None,
+    accumulation: int = 1,
     seed: int = 7,
 ) -> Outcome:
-    """fp32 training with torch.optim.AdamW."""
+    """fp32 training with torch.optim.AdamW; clipped by `clip_grad_norm_` where a largest norm is given.
+
+    With `accumulation` each step takes that many batches, and its loss is the mean over all their tokens.
+    """
     before = weights_of(model)
     optimizer = make_optimizer(model)
     scheduler = make_scheduler(optimizer) if make_scheduler else None
     torch.manual_seed(seed)
     losses, norms = [], []
-    for step, batch in enumerate(batches):
+    for step, group in enumerate(grouped(batches, accumulation)):
         if on_step:
             on_step(step, model)
-        loss = model(**on_device_of(model, batch)).loss
-        loss.backward()
+        loss = torch.zeros(())
+        for part, tokens in zip(group, token_counts(group), strict=True):
+            share = model(**on_device_of(model, part)).loss * (tokens / sum(token_counts(group)))
+            share.backward()
+            loss = loss + share.detach().cpu()
         norms.append(sum(p.grad.double().pow(2).sum().item() for p in model.parameters() if p.grad is not None))
+        if max_gradient_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_gradient_norm)
         optimizer.step()
         optimizer.zero_grad()
         if scheduler:
@@ -138,21 +157,30 @@ def train_streamed(
     make_optimizer: MakeOptimizer = adamw,
     make_scheduler: MakeScheduler | None = None,
     on_step: Callable[[int, nn.Module], None] | None = None,
+    accumulation: int = 1,
     seed: int = 7,
     **options: Any,
 ) -> Outcome:
-    """The same through the engine. Two micro-batches, small chunks, 3 slots and the CPU, unless `options` say otherwise."""
+    """The same through the engine. Two micro-batches, small chunks, 3 slots and the CPU, unless `options` say otherwise.
+
+    With `accumulation` the tokens of a whole step are what every batch's summed loss is divided by.
+    """
     before = weights_of(model)
     optimizer = make_optimizer(model)
     scheduler = make_scheduler(optimizer) if make_scheduler else None
     losses, norms = [], []
     with open_session(model, optimizer, directory, **options) as session:
         torch.manual_seed(seed)
-        for step, batch in enumerate(batches):
+        for step, group in enumerate(grouped(batches, accumulation)):
             if on_step:
                 on_step(step, model)
-            loss = model(**on_device_of(model, batch)).loss
-            loss.backward()
+            tokens = {"num_items_in_batch": sum(token_counts(group))} if accumulation > 1 else {}
+            loss = torch.zeros(())
+            for number, part in enumerate(group):
+                with lohan.accumulate() if number + 1 < len(group) else nullcontext():
+                    share = model(**on_device_of(model, part), **tokens).loss
+                    share.backward()
+                loss = loss + share.detach().cpu()
             optimizer.step()
             optimizer.zero_grad()
             if scheduler:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import lohan
 from lohan.config import Clip, Precision, UpdateSchedule
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, EngineError
+from lohan.streaming.clipping import UpdateRules
 from tests.engine.reference import (
     Outcome,
     adamw,
@@ -14,9 +16,11 @@ from tests.engine.reference import (
     make_batches,
     make_llama,
     open_session,
+    relative_difference,
     train_plain,
     train_streamed,
     twin,
+    weights_of,
 )
 
 
@@ -64,3 +68,203 @@ def test_wrong_rules_are_refused(options, place, tmp_path):
     with pytest.raises(ConfigError) as caught:
         open_session(model, adamw(model), tmp_path, **options)
     assert caught.value.place == place
+
+
+# ---------------------------------------------------------------- clipping
+def norms_of(outcome: Outcome) -> list[float]:
+    return [squared**0.5 for squared in outcome.squared_norms]
+
+
+@pytest.mark.parametrize("schedule", UpdateSchedule)
+def test_parity_with_global_clipping_on_some_steps(schedule, tmp_path):
+    batches = make_batches(20, padded=True)
+    largest = sorted(norms_of(train_plain(make_llama(), batches)))[10]
+    model = make_llama()
+    plain = train_plain(twin(model), batches, max_gradient_norm=largest)
+    streamed = train_streamed(model, batches, tmp_path, schedule=schedule, clip="global", max_gradient_norm=largest)
+    assert_equal_training(streamed, plain)
+    assert norms_of(streamed) == pytest.approx(norms_of(plain), rel=1e-4)
+    clipped = sum(norm > largest for norm in norms_of(plain))
+    assert 0 < clipped < 20, "both sides of the limit are needed"
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_parity_of_schedules_bit_for_bit_with_global_clipping(precision, tmp_path):
+    options = {"precision": precision, "clip": Clip.GLOBAL, "max_gradient_norm": 0.5}
+    outcomes = [
+        train_streamed(make_llama(tied=True), make_batches(4), tmp_path / schedule, schedule=schedule, **options)
+        for schedule in UpdateSchedule
+    ]
+    for other in outcomes[1:]:
+        assert_bitwise_equal(outcomes[0], other)
+
+
+@pytest.mark.parametrize("largest", [1e-3, 1.0, 7.5, 1e3])
+def test_the_factor_is_that_of_clip_grad_norm(largest):
+    """On fp32 gradients, to 1e-6: torch sums in fp32, the native pass in fp64."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (1000, 1, 257)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter) * 0.2
+    before = [parameter.grad.clone() for parameter in parameters]
+    norm = sum(gradient.double().square().sum().item() for gradient in before) ** 0.5
+    theirs = torch.nn.utils.clip_grad_norm_(parameters, largest)
+    assert norm == pytest.approx(theirs.item(), rel=1e-6)
+    scale = UpdateRules(clip=Clip.GLOBAL, max_gradient_norm=largest).scale(norm**2)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        torch.testing.assert_close(gradient * scale, parameter.grad, rtol=1e-6, atol=0)
+
+
+def test_per_unit_clipping_scales_each_unit_by_its_own_norm(tmp_path):
+    """With betas of 0 and no decay a first step moves a weight by lr * g / (|g| + epsilon): epsilon makes the scale visible."""
+
+    def make_optimizer(model):
+        return torch.optim.AdamW(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1e3, weight_decay=0.0)
+
+    model = make_llama()
+    plain = twin(model)
+    batch = make_batches(1)[0]
+    plain(**batch).loss.backward()
+    parts = [plain.model.embed_tokens, *plain.model.layers, None]
+    before = weights_of(model)
+    with open_session(model, make_optimizer(model), tmp_path, clip="per_unit", max_gradient_norm=0.1) as session:
+        model(**batch).loss.backward()
+        session.wait()
+        statistics = session.statistics
+        assert statistics.last_step.clipped and statistics.clip_rate == 1.0
+        after = {name: tensor.float() for name, tensor in session.named_weights()}
+    rest = [plain.model.norm.weight, plain.lm_head.weight]
+    for part in parts:
+        parameters = rest if part is None else list(part.parameters())
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+    for name, parameter in plain.named_parameters():
+        expected = -parameter.grad / (parameter.grad.abs() + 1e3)
+        torch.testing.assert_close(after[name] - before[name], expected, rtol=1e-3, atol=1.2e-7)  # one rounding of a weight below 2
+
+
+def test_the_statistics_count_clipped_steps(tmp_path):
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, clip="global", max_gradient_norm=1e3) as session:
+        assert session.statistics.clip_rate == 0.0
+        model(**make_batches(1)[0]).loss.backward()
+        session.wait()
+        assert not session.statistics.last_step.clipped
+        (model(**make_batches(1)[0]).loss * 1e4).backward()
+        session.wait()
+        assert session.statistics.last_step.clipped
+        assert session.statistics.last_step.gradient_norm > 1e3, "the norm is the one before clipping"
+        assert (session.statistics.clipped_steps, session.statistics.clip_rate) == (1, 0.5)
+
+
+# ---------------------------------------------------------------- steps that are left out
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("options", [{"clip": "global"}, {"schedule": "serial"}], ids=["global", "serial"])
+def test_a_step_with_a_non_finite_gradient_is_skipped_whole(options, factor, tmp_path):
+    """Weights, moments and step counts are as if it had never been: what follows equals a run without it."""
+    batches = make_batches(6)
+    outcomes = []
+    for name, spoilt in (("with", True), ("without", False)):
+        model = make_llama()
+        with open_session(model, adamw(model), tmp_path / name, **options) as session:
+            for number, batch in enumerate(batches):
+                if number == 3:
+                    if not spoilt:
+                        continue
+                    before = dict(session.named_weights())
+                    (model(**batch).loss * factor).backward()
+                    session.wait()
+                    assert session.statistics.last_step.skipped and session.statistics.last_step.non_finite
+                    assert all(torch.equal(tensor, before[key]) for key, tensor in session.named_weights())
+                else:
+                    model(**batch).loss.backward()
+            session.wait()
+            assert (session.statistics.steps, session.statistics.skipped_steps) == ((6, 1) if spoilt else (5, 0))
+            assert not session.statistics.last_step.skipped
+            outcomes.append(dict(session.named_weights()))
+    assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
+
+
+# ---------------------------------------------------------------- accumulation
+@pytest.mark.parametrize("accumulation", [2, 3])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_parity_with_accumulation(accumulation, tied, tmp_path):
+    """Batches of different numbers of tokens: the step's loss is the mean over all of them."""
+    batches = make_batches(12, padded=True)
+    model = make_llama(tied=tied)
+    plain = train_plain(twin(model), batches, accumulation=accumulation)
+    streamed = train_streamed(model, batches, tmp_path, accumulation=accumulation)
+    assert len(streamed.losses) == 12 // accumulation
+    assert_equal_training(streamed, plain)
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_parity_of_schedules_bit_for_bit_with_accumulation(precision, tmp_path):
+    batches = make_batches(6, padded=True)
+    outcomes = [
+        train_streamed(make_llama(), batches, tmp_path / schedule, schedule=schedule, precision=precision, accumulation=3)
+        for schedule in UpdateSchedule
+    ]
+    for other in outcomes[1:]:
+        assert_bitwise_equal(outcomes[0], other)
+
+
+def test_parity_with_accumulation_and_global_clipping(tmp_path):
+    model = make_llama()
+    batches = make_batches(12, padded=True)
+    plain = train_plain(twin(model), batches, accumulation=3, max_gradient_norm=0.5)
+    assert_equal_training(train_streamed(model, batches, tmp_path, accumulation=3, clip="global", max_gradient_norm=0.5), plain)
+
+
+def test_a_parameter_that_only_an_earlier_backward_uses_is_updated(tmp_path):
+    """Each backward leaves out another block, the final one too: its unit is updated from the sums of the others."""
+
+    def freeze(model, step, which):
+        for number, block in enumerate(model.model.layers):
+            block.requires_grad_(number != which)
+
+    model = make_llama()
+    plain = twin(model)
+    batches = make_batches(6)
+    theirs, ours = adamw(plain), adamw(model)
+    for number, batch in enumerate(batches):
+        freeze(plain, number, number % 2)
+        plain(**batch).loss.backward()
+        if number % 3 == 2:
+            theirs.step()
+            theirs.zero_grad()
+    before = weights_of(model)
+    losses = []
+    with open_session(model, ours, tmp_path) as session:
+        for number, batch in enumerate(batches):
+            freeze(model, number, number % 2)
+            if number % 3 == 2:
+                model(**batch).loss.backward()
+            else:
+                with lohan.accumulate():
+                    losses.append(model(**batch).loss)
+                    losses[-1].backward()
+        session.wait()
+        assert session.statistics.steps == 2
+        after = {name: tensor.float() for name, tensor in session.named_weights()}
+    assert relative_difference(Outcome([], before, after, []), Outcome([], before, weights_of(plain), [])) < 1e-4
+
+
+def test_a_forward_has_one_backward_inside_accumulate_too(tmp_path):
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path):
+        loss = model(**make_batches(1)[0]).loss
+        with lohan.accumulate():
+            loss.backward(retain_graph=True)
+            with pytest.raises(EngineError, match="second backward"):
+                loss.backward()
+
+
+def test_weights_stay_while_gradients_are_added_up(tmp_path):
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path) as session:
+        before = dict(session.named_weights())
+        with lohan.accumulate():
+            model(**make_batches(1)[0]).loss.backward()
+        session.wait()
+        assert session.statistics.steps == 0
+        assert all(torch.equal(tensor, before[name]) for name, tensor in session.named_weights())
