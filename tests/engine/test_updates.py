@@ -1,33 +1,26 @@
-"""Schedules, clipping, skipped steps, accumulation and commits: what becomes of a step's gradients."""
+"""When updates run, clipping, and steps that are left out: what becomes of a step's gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-import lohan
 from lohan.config import Clip, Precision, UpdateSchedule
-from lohan.errors import ConfigError, EngineError
+from lohan.errors import ConfigError
 from lohan.streaming.clipping import UpdateRules
 from tests.engine.reference import (
     Outcome,
     adamw,
+    assert_bitwise_equal,
     assert_equal_training,
     make_batches,
     make_llama,
     open_session,
-    relative_difference,
     train_plain,
     train_streamed,
     twin,
     weights_of,
 )
-
-
-def assert_bitwise_equal(one: Outcome, other: Outcome) -> None:
-    assert one.losses == other.losses
-    assert one.squared_norms == other.squared_norms
-    assert all(torch.equal(one.after[name], other.after[name]) for name in one.after)
 
 
 @pytest.fixture
@@ -182,89 +175,3 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_whole(options, factor, tmp
             assert not session.statistics.last_step.skipped
             outcomes.append(dict(session.named_weights()))
     assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
-
-
-# ---------------------------------------------------------------- accumulation
-@pytest.mark.parametrize("accumulation", [2, 3])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_parity_with_accumulation(accumulation, tied, tmp_path):
-    """Batches of different numbers of tokens: the step's loss is the mean over all of them."""
-    batches = make_batches(12, padded=True)
-    model = make_llama(tied=tied)
-    plain = train_plain(twin(model), batches, accumulation=accumulation)
-    streamed = train_streamed(model, batches, tmp_path, accumulation=accumulation)
-    assert len(streamed.losses) == 12 // accumulation
-    assert_equal_training(streamed, plain)
-
-
-@pytest.mark.parametrize("precision", Precision)
-def test_parity_of_schedules_bit_for_bit_with_accumulation(precision, tmp_path):
-    batches = make_batches(6, padded=True)
-    outcomes = [
-        train_streamed(make_llama(), batches, tmp_path / schedule, schedule=schedule, precision=precision, accumulation=3)
-        for schedule in UpdateSchedule
-    ]
-    for other in outcomes[1:]:
-        assert_bitwise_equal(outcomes[0], other)
-
-
-def test_parity_with_accumulation_and_global_clipping(tmp_path):
-    model = make_llama()
-    batches = make_batches(12, padded=True)
-    plain = train_plain(twin(model), batches, accumulation=3, max_gradient_norm=0.5)
-    assert_equal_training(train_streamed(model, batches, tmp_path, accumulation=3, clip="global", max_gradient_norm=0.5), plain)
-
-
-def test_a_parameter_that_only_an_earlier_backward_uses_is_updated(tmp_path):
-    """Each backward leaves out another block, the final one too: its unit is updated from the sums of the others."""
-
-    def freeze(model, step, which):
-        for number, block in enumerate(model.model.layers):
-            block.requires_grad_(number != which)
-
-    model = make_llama()
-    plain = twin(model)
-    batches = make_batches(6)
-    theirs, ours = adamw(plain), adamw(model)
-    for number, batch in enumerate(batches):
-        freeze(plain, number, number % 2)
-        plain(**batch).loss.backward()
-        if number % 3 == 2:
-            theirs.step()
-            theirs.zero_grad()
-    before = weights_of(model)
-    losses = []
-    with open_session(model, ours, tmp_path) as session:
-        for number, batch in enumerate(batches):
-            freeze(model, number, number % 2)
-            if number % 3 == 2:
-                model(**batch).loss.backward()
-            else:
-                with lohan.accumulate():
-                    losses.append(model(**batch).loss)
-                    losses[-1].backward()
-        session.wait()
-        assert session.statistics.steps == 2
-        after = {name: tensor.float() for name, tensor in session.named_weights()}
-    assert relative_difference(Outcome([], before, after, []), Outcome([], before, weights_of(plain), [])) < 1e-4
-
-
-def test_a_forward_has_one_backward_inside_accumulate_too(tmp_path):
-    model = make_llama()
-    with open_session(model, adamw(model), tmp_path):
-        loss = model(**make_batches(1)[0]).loss
-        with lohan.accumulate():
-            loss.backward(retain_graph=True)
-            with pytest.raises(EngineError, match="second backward"):
-                loss.backward()
-
-
-def test_weights_stay_while_gradients_are_added_up(tmp_path):
-    model = make_llama()
-    with open_session(model, adamw(model), tmp_path) as session:
-        before = dict(session.named_weights())
-        with lohan.accumulate():
-            model(**make_batches(1)[0]).loss.backward()
-        session.wait()
-        assert session.statistics.steps == 0
-        assert all(torch.equal(tensor, before[name]) for name, tensor in session.named_weights())

@@ -1,0 +1,156 @@
+"""Which steps are committed, with what, and what a failing transfer leaves."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+
+import pytest
+
+from lohan.errors import EngineError, StorageError
+from lohan.memory.store import FaultPlan, Store
+from lohan.states.state_store import StateStore
+from lohan.streaming import stages
+from tests.engine.reference import (
+    adamw,
+    make_batches,
+    make_llama,
+    open_session,
+)
+
+
+class Recorder:
+    """Notes what a state store is told about steps, and when a chunk is written."""
+
+    def __init__(self, monkeypatch):
+        self.calls: list[tuple] = []
+        for name in ("begin_step", "commit", "rollback", "write"):
+            monkeypatch.setattr(StateStore, name, self._noting(name, getattr(StateStore, name)))
+
+    def _noting(self, name, original):
+        def noted(store, *arguments, **options):
+            if name != "write":
+                self.calls.append((name, *arguments))
+            elif not self.calls or self.calls[-1] != ("write",):
+                self.calls.append(("write",))
+            return original(store, *arguments, **options)
+
+        return noted
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "serial"}, {"clip": "global"}, {"schedule": "naive"}])
+def test_each_step_is_begun_written_and_committed_before_the_next(options, tmp_path, monkeypatch):
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, **options) as session:
+        recorder = Recorder(monkeypatch)
+        for number, batch in enumerate(make_batches(3)):
+            model(**batch).loss.backward()
+            session.commit({"position": number})
+    names = [(call[0], *call[1:2]) for call in recorder.calls]
+    assert names == [
+        (name, *step) for number in (1, 2, 3) for name, step in (("begin_step", [number]), ("write", []), ("commit", [number]))
+    ]
+    payloads = [call[2] for call in recorder.calls if call[0] == "commit"]
+    assert [payload["position"] for payload in payloads] == [0, 1, 2]
+    assert all(count == 3 for unit in payloads[2]["optimizer"]["update_counts"] for count in unit)
+
+
+def test_a_step_without_a_payload_is_committed_when_the_next_begins(tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path) as session:
+        for number, batch in enumerate(make_batches(4)):
+            model(**batch).loss.backward()
+            if number == 1:
+                session.commit({"position": number})
+    commits = {call[1]: call[2].get("position") for call in recorder.calls if call[0] == "commit"}
+    assert commits == {1: None, 2: 1, 3: None}, "nor is the last one, when the others had theirs: it could not be gone on from"
+
+
+def test_steps_are_committed_where_no_payload_ever_comes(tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path):
+        for batch in make_batches(2):
+            model(**batch).loss.backward()
+    assert [call[1] for call in recorder.calls if call[0] == "commit"] == [1, 2]
+
+
+def test_a_skipped_step_is_committed_with_its_payload(tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, clip="global") as session:
+        for factor in (1.0, float("nan")):
+            (model(**make_batches(1)[0]).loss * factor).backward()
+            session.commit({"factor": str(factor)})
+    commits = [call for call in recorder.calls if call[0] == "commit"]
+    assert [call[2]["factor"] for call in commits] == ["1.0", "nan"]
+    assert [call[2]["optimizer"]["skipped_steps"] for call in commits] == [0, 1]
+    assert all(count == 1 for unit in commits[1][2]["optimizer"]["update_counts"] for count in unit)
+
+
+def test_a_payload_needs_a_step(tmp_path):
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path) as session, pytest.raises(EngineError, match="no finished step"):
+        session.commit({})
+
+
+# ---------------------------------------------------------------- failures
+def run_two_steps(tmp_path, monkeypatch, faults, **options):
+    """Two committed steps over a store with `faults`; returns the error, and the steps whose commit was asked for."""
+    monkeypatch.setattr(stages, "Store", lambda **given: Store(**given, faults=faults))
+    with monkeypatch.context() as patch:
+        recorder = Recorder(patch)
+        model = make_llama(num_hidden_layers=1)
+        caught = None
+        session = open_session(model, adamw(model), tmp_path, chunk_parameters=64 * 1024, **options)
+        begun = faults.operations
+        try:
+            for number, batch in enumerate(make_batches(2)):
+                model(**batch).loss.backward()
+                session.wait()
+                session.commit({"position": number})
+        except EngineError as error:
+            caught = error
+        finally:
+            session.close()
+    return caught, [call[1] for call in recorder.calls if call[0] == "commit"], begun
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": "global"}, {"schedule": "naive"}], ids=["optimized", "global", "naive"])
+def test_whichever_transfer_fails_the_step_stops_with_its_cause(options, tmp_path, monkeypatch):
+    """Every operation after the load, one after the other: no hang, a typed error, and no commit of a step that is not whole."""
+    counting = FaultPlan()
+    caught, committed, loaded = run_two_steps(tmp_path / "whole", monkeypatch, counting, **options)
+    assert caught is None and committed == [1, 2]
+    outcomes = set()
+    for nth in range(loaded + 1, counting.operations + 1):
+        faults = FaultPlan()
+        faults.fail(nth, errno.EIO)
+        caught, committed, _ = run_two_steps(tmp_path / str(nth), monkeypatch, faults, **options)
+        assert len(faults.struck) == 1
+        assert committed in ([], [1], [1, 2])
+        if caught is None:  # a read ahead for a third step, which nobody waited for
+            assert committed == [1, 2] and faults.struck[0][0] == "read"
+            continue
+        assert isinstance(caught.__cause__, StorageError) and caught.__cause__.errno == errno.EIO
+        assert "failed" in str(caught)
+        outcomes.add(len(committed))
+        shutil.rmtree(tmp_path / str(nth))
+    assert {0, 1} <= outcomes
+
+
+@pytest.mark.parametrize("method", ["begin_step", "commit"])
+def test_a_commit_that_fails_stops_the_next_forward(method, tmp_path, monkeypatch):
+    def fail(*_arguments):
+        raise StorageError("the record cannot be written", place="record", errno=errno.ENOSPC)
+
+    monkeypatch.setattr(StateStore, method, fail)
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path) as session:
+        with pytest.raises(EngineError, match="the record cannot be written") as caught:
+            for batch in make_batches(3):
+                model(**batch).loss.backward()
+                session.wait()
+        assert isinstance(caught.value.__cause__, StorageError)
+        session.close()
