@@ -52,7 +52,7 @@ def test_each_step_is_begun_written_and_committed_before_the_next(options, tmp_p
     ]
     payloads = [call[2] for call in recorder.calls if call[0] == "commit"]
     assert [payload["position"] for payload in payloads] == [0, 1, 2]
-    assert all(count == 3 for unit in payloads[2]["optimizer"]["update_counts"] for count in unit)
+    assert all(count == 3 for unit in payloads[2]["optimizer"]["step_counts"] for count in unit)
 
 
 def test_a_step_without_a_payload_is_committed_when_the_next_begins(tmp_path, monkeypatch):
@@ -86,7 +86,7 @@ def test_a_skipped_step_is_committed_with_its_payload(tmp_path, monkeypatch):
     commits = [call for call in recorder.calls if call[0] == "commit"]
     assert [call[2]["factor"] for call in commits] == ["1.0", "nan"]
     assert [call[2]["optimizer"]["skipped_steps"] for call in commits] == [0, 1]
-    assert all(count == 1 for unit in commits[1][2]["optimizer"]["update_counts"] for count in unit)
+    assert all(count == 1 for unit in commits[1][2]["optimizer"]["step_counts"] for count in unit)
 
 
 def test_a_payload_needs_a_step(tmp_path):

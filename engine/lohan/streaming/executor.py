@@ -107,6 +107,16 @@ class Session:
         self._stages.worker.commit(self._driver.steps, payload)
 
     @property
+    def steps(self) -> int:
+        """Steps done, skipped ones and those before a resumption included."""
+        return self._driver.steps
+
+    @property
+    def step_counts(self) -> tuple[tuple[int, ...], ...]:
+        """Updates that each parameter has had, by unit and parameter; complete once `wait` has returned."""
+        return self._stages.counts.values
+
+    @property
     def tied_names(self) -> dict[str, str]:
         """Further names of shared parameters, and the name under which `named_weights` yields each."""
         return {alias: entry.name for unit in self._units for entry in unit.parameters for alias in entry.names[1:]}

@@ -44,19 +44,25 @@ class StepCounts:
         self._counts = [[0] * len(layout.parameters) for layout in layouts]
         self._group_of = group_of
 
-    def export(self) -> list[list[int]]:
-        """A copy of the counts, per unit and parameter."""
-        return [list(counts) for counts in self._counts]
+    @property
+    def values(self) -> tuple[tuple[int, ...], ...]:
+        """The counts by unit and parameter."""
+        return tuple(tuple(unit) for unit in self._counts)
 
-    def restore(self, counts: Sequence[Sequence[int]]) -> None:
-        """Go back to what `export` returned.
+    def restore(self, values: Sequence[Sequence[int]]) -> None:
+        """Go on from what `values` was.
 
         Raises:
-            ValueError: the counts are of a model with other units or parameters.
+            EngineError: they are those of another model.
         """
-        if [len(unit) for unit in counts] != [len(unit) for unit in self._counts]:
-            raise ValueError("the counts of updates are of a model with other units or parameters")
-        self._counts = [list(unit) for unit in counts]
+        if [len(unit) for unit in values] != [len(unit) for unit in self._counts]:
+            raise EngineError(
+                f"step counts of {sum(map(len, values))} parameters in {len(values)} units,"
+                f" the model has {sum(map(len, self._counts))} in {len(self._counts)}",
+                place="step_counts",
+                remedy="Resume with the model and the trainable parameters that the run was started with.",
+            )
+        self._counts = [list(unit) for unit in values]
 
     def advance(self, layout: UnitLayout, touched: frozenset[int], groups: Sequence[Hyperparameters]) -> dict[int, list[AdamSegment]]:
         """Count one update of the `touched` parameters and return its segments per chunk."""

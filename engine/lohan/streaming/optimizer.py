@@ -90,7 +90,7 @@ class OptimizerWorker:
         self._norms: dict[int, UnitNorm] = {}
         self._deferred: list[UnitUpdate] = []
         self._withheld: list[int] = []
-        self._counts_before = counts.export()
+        self._counts_before = counts.values
         self.last_step: StepStatistics | None = None
         """The newest step whose gradients have all come; set before any of its units may be read again."""
         self.clipped_steps = 0
@@ -121,13 +121,11 @@ class OptimizerWorker:
         """Go on after `step`, from what its record holds. Before the first `submit` only.
 
         Raises:
-            ValueError: the record is of another model.
+            EngineError: the record is of another model.
         """
-        kept = payload.get(PAYLOAD_KEY, {})
-        if kept:
-            self._counts.restore(kept["update_counts"])
-            self._counts_before = self._counts.export()
-            self.clipped_steps, self.skipped_steps = int(kept["clipped_steps"]), int(kept["skipped_steps"])
+        kept = payload[PAYLOAD_KEY]
+        self._counts.restore(kept["step_counts"])
+        self.clipped_steps, self.skipped_steps = int(kept["clipped_steps"]), int(kept["skipped_steps"])
         self._commits.resume(step)
 
     def close(self) -> None:
@@ -212,7 +210,7 @@ class OptimizerWorker:
             self._pipeline.drain()
             self._commits.settle(without_payload=True)
             self._norms.clear()
-            self._counts_before = self._counts.export()
+            self._counts_before = self._counts.values
             self._commits.begin(step)
 
     def _update(self, update: UnitUpdate, scale: float) -> None:
@@ -270,4 +268,4 @@ class OptimizerWorker:
             self._commits.settle()
 
     def _export(self) -> dict[str, Any]:
-        return {"update_counts": self._counts.export(), "clipped_steps": self.clipped_steps, "skipped_steps": self.skipped_steps}
+        return {"step_counts": self._counts.values, "clipped_steps": self.clipped_steps, "skipped_steps": self.skipped_steps}

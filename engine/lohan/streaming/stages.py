@@ -59,7 +59,7 @@ class Stages:
         host_budget_bytes: int | None,
         load: Callable[[StateStore], None],
     ) -> None:
-        self.device, self.precision = device, precision
+        self.device, self.precision, self.counts = device, precision, counts
         working = working_dtype(precision)
         self.failure = Failure()
         self.pending = PendingUpdates(self.failure)
