@@ -100,3 +100,13 @@ def test_a_silent_trainer_is_pointed_out() -> None:
 def test_settings_print_as_people_wrote_them() -> None:
     settings = {"training": {"learning_rate": 2e-5, "batch_size": 4096, "max_steps": None}, "engine": {"gpu_memory_bytes": 3 * 2**29}}
     assert describe_settings(settings) == [("Batch size", "4,096"), ("Learning rate", "2e-5"), ("GPU memory at most", "1.5 GiB")]
+
+
+def test_the_two_schedules_of_a_run_are_told_apart():
+    settings = {"training": {"schedule": "linear", "clip": "global", "max_gradient_norm": 0.5}, "engine": {"schedule": "serial"}}
+    assert describe_settings(settings) == [
+        ("Schedule", "linear"),
+        ("Gradient clipping", "global"),
+        ("Largest gradient norm", "0.5"),
+        ("Updates", "serial"),
+    ]

@@ -98,7 +98,7 @@ def test_a_payload_needs_a_step(tmp_path):
 # ---------------------------------------------------------------- failures
 def run_two_steps(tmp_path, monkeypatch, faults, **options):
     """Two committed steps over a store with `faults`; returns the error, and the steps whose commit was asked for."""
-    monkeypatch.setattr(stages, "Store", lambda **given: Store(**given, faults=faults))
+    monkeypatch.setattr(stages.Store, "measured", lambda _directories: Store(faults=faults))
     with monkeypatch.context() as patch:
         recorder = Recorder(patch)
         model = make_llama(num_hidden_layers=1)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lohan.config import EngineSection, Precision, TrainingSection
+from lohan.config import Clip, EngineSection, Precision, TrainingSection
 from lohan.errors import CapacityError
 from lohan.hardware.probe import probe
 from lohan.models.blocks import trace_workload
@@ -18,18 +18,19 @@ PAGE_BYTES = 4096
 PRECISIONS = [Precision.FP32, Precision.BF16]
 
 
-def plan_of(model, folder, precision: Precision) -> Plan:
-    training = TrainingSection(batch_size=4, sequence_length=16, precision=precision)
+def plan_of(model, folder, precision: Precision, clip: Clip = Clip.NONE) -> Plan:
+    training = TrainingSection(batch_size=4, sequence_length=16, precision=precision, clip=clip)
     workload = trace_workload(model.config)
     return make_plan(workload, model_name="llama", training=training, engine=EngineSection(device="cpu"), hardware=probe([folder]))
 
 
+@pytest.mark.parametrize("clip", [Clip.NONE, Clip.GLOBAL])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_holders_are_the_plans_items_and_keep_within_them(tmp_path, precision):
+def test_holders_are_the_plans_items_and_keep_within_them(tmp_path, precision, clip):
     model = make_llama()
-    plan = plan_of(model, tmp_path, precision)
+    plan = plan_of(model, tmp_path, precision, clip)
     items = {item.name: item.bytes for item in plan.tier(Tier.RAM).items}
-    with open_session(model, adamw(model), tmp_path, plan=plan, precision=precision, chunk_parameters=32 << 20) as session:
+    with open_session(model, adamw(model), tmp_path, plan=plan, precision=precision, clip=clip, chunk_parameters=32 << 20) as session:
         model(**make_batches(1)[0]).loss.backward()
         session.wait()
         ledger = session.host_memory

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lohan.config import EngineSection, Precision, States, TrainingSection
+from lohan.config import EngineSection, Precision, States, TrainingSection, UpdateSchedule
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import CpuFacts, GpuFacts, HardwareFacts, RamFacts, StateDirectoryFacts, _cpu, probe
 from lohan.planning.plan import Plan, Tier
@@ -124,6 +124,23 @@ def test_8bit_states_are_half_the_bytes_with_their_scales_counted(precision, wei
     assert plan.states == ("split-8bit" if precision is Precision.BF16 else "fp32-8bit")
     assert any("8 bits" in note for note in plan.notes)
     assert not any("8 bits" in note for note in plan_of().notes)
+
+
+@pytest.mark.parametrize(("schedule", "clip"), [("serial", "none"), ("serial", "per_unit"), ("naive", "global"), ("optimized", "global")])
+def test_gradients_that_wait_for_the_end_of_the_backward_are_counted(schedule, clip):
+    workload = llama()
+    plan = plan_of(workload, engine=EngineSection(schedule=schedule), clip=clip)
+    item = next(item for item in plan.tier(Tier.RAM).items if item.name == "host gradient buffers")
+    assert item.bytes == 2 * workload.parameters
+    assert plan.schedule == schedule
+
+
+def test_the_schedules_differ_in_chunks_under_way():
+    staging = {}
+    for schedule in UpdateSchedule:
+        items = plan_of(engine=EngineSection(schedule=schedule)).tier(Tier.RAM).items
+        staging[schedule] = next(item.bytes for item in items if item.name == "optimizer staging")
+    assert staging["serial"] == staging["optimized"] == 3 * staging["naive"]
 
 
 def test_tied_embedding_keeps_its_gradients_open():

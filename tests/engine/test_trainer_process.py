@@ -320,6 +320,8 @@ def test_unknown_numbers_are_described(tmp_path):
         "total_steps": 2,
         "loss": float("nan"),
         "gradient_norm": None,
+        "clipped": False,
+        "skipped": False,
         "learning_rate": 1e-5,
         "tokens_per_second": 10.0,
         "step_seconds": 1.0,

@@ -107,6 +107,7 @@ def test_steps_report_what_the_page_draws(finished):
     for step in steps:
         assert step["total_steps"] == STEPS
         assert step["gradient_norm"] > 0
+        assert (step["clipped"], step["skipped"], step["clip_rate"]) == (False, False, 0.0)
         assert step["tokens"] > 0
         assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["step_seconds"])
         assert step["host_bytes"] > 100e6

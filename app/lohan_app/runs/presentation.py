@@ -41,9 +41,12 @@ SETTING_NAMES = {
     "schedule": "Schedule",
     "warmup_steps": "Warm-up steps",
     "weight_decay": "Weight decay",
+    "clip": "Gradient clipping",
+    "max_gradient_norm": "Largest gradient norm",
     "precision": "Precision",
     "evaluation_rows": "Rows to evaluate",
     "seed": "Seed",
+    "updates": "Updates",
     "device": "Device",
     "micro_batch_size": "Micro-batch",
     "gpu_memory_bytes": "GPU memory at most",
@@ -167,13 +170,14 @@ def _describe_exit(fields: dict[str, Any]) -> tuple[str, str]:
 
 def describe_settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
     """The settings a run was queued with, those that were left open not among them."""
-    values = {**settings.get("training", {}), **settings.get("engine", {})}
+    training, engine = settings.get("training", {}), settings.get("engine", {})
+    values = {**engine, **training, "schedule": training.get("schedule"), "updates": engine.get("schedule")}
     return [(label, _setting(name, values[name])) for name, label in SETTING_NAMES.items() if values.get(name) is not None]
 
 
 def _setting(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return f"{value / GIB:g} GiB"
-    if name in ("learning_rate", "weight_decay", "epochs"):
+    if name in ("learning_rate", "weight_decay", "epochs", "max_gradient_norm"):
         return format_rate(value)
     return format_integer(value) if isinstance(value, int) else str(value)

@@ -21,13 +21,20 @@ TRAINING_FIELDS = (
     "schedule",
     "warmup_steps",
     "weight_decay",
+    "clip",
+    "max_gradient_norm",
     "evaluation_rows",
     "seed",
 )
 ENGINE_FIELDS = ("device", "micro_batch_size")
 # Form field -> field of the engine's section. People think in GiB, the engine in bytes.
 GIB_FIELDS = {"gpu_memory_gib": "gpu_memory_bytes", "host_memory_gib": "host_memory_bytes"}
-MORE_FIELDS = frozenset({"schedule", "warmup_steps", "weight_decay", "evaluation_rows", "seed", "micro_batch_size", "device", *GIB_FIELDS})
+MORE_FIELDS = frozenset(
+    {
+        *("schedule", "warmup_steps", "weight_decay", "clip", "max_gradient_norm", "evaluation_rows", "seed"),
+        *("micro_batch_size", "device", *GIB_FIELDS),
+    }
+)
 """Fields that lie under "More settings"."""
 
 
@@ -48,6 +55,8 @@ def default_values(precision: Precision = Precision.BF16) -> dict[str, Any]:
         "schedule": str(training.schedule),
         "warmup_steps": training.warmup_steps,
         "weight_decay": format_rate(training.weight_decay),
+        "clip": str(training.clip),
+        "max_gradient_norm": format_rate(training.max_gradient_norm),
         "evaluation_rows": training.evaluation_rows,
         "seed": training.seed,
         "device": engine.device,

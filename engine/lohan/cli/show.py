@@ -115,6 +115,10 @@ def describe(type: EventType, fields: dict[str, Any], config: RunConfig) -> str:
         )
     if type is EventType.STEP:
         norm = "unknown" if fields["gradient_norm"] is None else f"{fields['gradient_norm']:.3g}"
+        if fields["skipped"]:
+            norm = "not finite, step left out"
+        elif fields["clipped"]:
+            norm += " (clipped)"
         return (
             f"step {fields['step']}/{fields['total_steps']}  loss {fields['loss']:.4f}  gradient norm {norm}"
             f"  learning rate {fields['learning_rate']:.3g}  {fields['tokens_per_second']:.0f} tokens/s"

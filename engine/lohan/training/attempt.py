@@ -15,6 +15,7 @@ from lohan.models.export import save_pretrained
 from lohan.models.load import empty_model, load_config, open_weights
 from lohan.planning.plan import Plan
 from lohan.streaming.executor import Session, init
+from lohan.training.gradients import gradient_facts, warn_of_skipped_step
 from lohan.training.metrics import Clock, MeanLoss, learning_rate_factor
 from lohan.training.plan_run import plan_run, state_directories
 from lohan.training.reporter import Reporter
@@ -159,6 +160,7 @@ class Attempt:
             seconds = time.monotonic() - begun
             clock.add(seconds)
             statistics = session.statistics
+            warn_of_skipped_step(statistics, self._reporter)
             self._reporter.say(
                 EventType.STEP,
                 step=step + 1,
@@ -166,7 +168,7 @@ class Attempt:
                 epoch=sampler.epoch(step),
                 loss=float(loss.detach()),
                 learning_rate=learning_rate,
-                gradient_norm=statistics.last_step.gradient_norm if statistics.last_step is not None else None,
+                **gradient_facts(statistics),
                 tokens=batch.tokens,
                 tokens_per_second=batch.tokens / seconds,
                 step_seconds=seconds,
