@@ -25,9 +25,9 @@ class EventType(StrEnum):
     PHASE = "phase"
     """`phase` (a `Phase`), `progress` (0 to 1, or null while unknown), `detail` (a sentence)."""
     STEP = "step"
-    """`step` (1-based), `total_steps`, `epoch`, `loss`, `learning_rate`, `gradient_norm` (before clipping), `clipped` and `skipped`
-    (whether gradients were scaled down, or the step left out because one was NaN or infinite), `clip_rate` (of all steps so far), `tokens`, `tokens_per_second`,
-    `step_seconds`, `eta_seconds` (null while unknown), `device_peak_bytes`, `host_bytes`."""
+    """`step` (1-based), `total_steps`, `epoch`, `loss`, `learning_rate`, `gradient_norm` (before clipping), `clipped` (whether gradients
+    were scaled down), `skipped` (whether the step was left out because one was NaN or infinite), `clip_rate` (of all steps so far),
+    `tokens`, `tokens_per_second`, `step_seconds`, `eta_seconds` (null while unknown), `device_peak_bytes`, `host_bytes`."""
     EVALUATION = "evaluation"
     """`when` (`before` or `after`), `rows`, `loss`: mean loss over the same training rows."""
     WARNING = "warning"

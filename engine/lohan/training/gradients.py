@@ -26,7 +26,7 @@ def warn_of_skipped_step(statistics: Statistics, reporter: Reporter) -> None:
     last = statistics.last_step
     if last is not None and last.skipped:
         reporter.warn(
-            f"Step {last.step} was left out whole: {last.non_finite} gradients are NaN or infinite. That makes {statistics.skipped_steps} of"
-            f" {statistics.steps} steps.",
+            f"Step {last.step} was left out whole: {last.non_finite} gradients are NaN or infinite."
+            f" That makes {statistics.skipped_steps} of {statistics.steps} steps.",
             "If it happens often, lower the learning rate, and check the data for rows without trained tokens.",
         )
