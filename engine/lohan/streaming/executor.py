@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import nn
 
-from lohan.config import Clip, Precision, States, UpdateSchedule
+from lohan.config import Clip, Durability, Precision, States, UnsafeFilesystems, UpdateSchedule
 from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
 from lohan.planning.plan import Tier
@@ -200,6 +200,10 @@ def init(
     schedule: UpdateSchedule | str = UpdateSchedule.OPTIMIZED,
     clip: Clip | str = Clip.NONE,
     max_gradient_norm: float = 1.0,
+    durability: Durability = Durability.NONE,
+    ram_state_bytes: int = 0,
+    unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
+    resume: bool = False,
     weights: WeightSource | None = None,
     plan: Plan | None = None,
     slots: int | None = None,
@@ -225,6 +229,10 @@ def init(
         schedule: when updates run: serial, naive or optimized; the results are the same. serial keeps all gradients in host memory.
         clip: none, per_unit, or global, which is torch.nn.utils.clip_grad_norm_ and keeps all gradients in host memory.
         max_gradient_norm: what clipping scales larger norms down to.
+        durability: whether every step can be resumed, for twice the space, or none can.
+        ram_state_bytes: host memory for model states; the rest lies in the state directories.
+        unsafe_filesystems: whether the directories may lie on file systems that are no place for states.
+        resume: go on from the step record in the state directories; `weights` are then not read.
         weights: where the weights come from; None takes those in the model.
         plan: gives micro-batch and slots where they are None, and bounds the host memory for slots, gradients and states.
         slots: parameter buffers on the device, at least 2; None takes the plan's, else 3.
@@ -237,6 +245,7 @@ def init(
         EngineError: model or optimizer are in a state the engine cannot honour.
         ModelError: no blocks were found, or `weights` do not fit.
         CapacityError, StorageError: the state directories cannot hold the states.
+        ResumeError: there is no state to resume, it is damaged, or belongs to another model.
         CapacityError: host memory cannot hold what moves through it.
     """
     _check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
@@ -254,6 +263,10 @@ def init(
         device=torch_device,
         precision=precision,
         states=states,
+        durability=durability,
+        ram_state_bytes=ram_state_bytes,
+        unsafe_filesystems=unsafe_filesystems,
+        resume=resume,
         slots=slots,
         threads=threads,
         debug=debug,
