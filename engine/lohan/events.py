@@ -21,7 +21,10 @@ class EventType(StrEnum):
     """The types of event, and the fields each carries besides the common four."""
 
     STARTED = "started"
-    """`device`, `precision`, `parameters`, `total_steps`, `batch_size`, `micro_batch_size`, `sequence_length`."""
+    """`device`, `precision`, `parameters`, `total_steps`, `batch_size`, `micro_batch_size`, `sequence_length`, `resumed_step` (the
+    step it goes on from; 0 from the base model), `loss` (of that step, or null).
+
+    What earlier attempts said of later steps holds no longer: these are done again."""
     PHASE = "phase"
     """`phase` (a `Phase`), `progress` (0 to 1, or null while unknown), `detail` (a sentence)."""
     STEP = "step"

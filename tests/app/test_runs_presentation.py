@@ -90,6 +90,24 @@ def test_an_event_with_other_fields_than_expected_is_still_told() -> None:
     assert len(told) == 4
 
 
+def test_a_resumed_trainer_says_from_where() -> None:
+    (told,) = describe_events([RunEvent(run_id="run", attempt=3, seq=1, time=1e9, type="started", fields={"resumed_step": 1200})])
+    assert told["text"] == "Trainer started on its device (attempt 3), resumed from step 1,200"
+    assert describe_events([event(4, "started", resumed_step="?")])[0]["text"] == "Trainer started on its device"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"attempt": 1}, ""),
+        ({"attempt": 2}, "attempt 2"),
+        ({"attempt": 2, "resumed_step": 1200}, "attempt 2, resumed from step 1,200"),
+    ],
+)
+def test_attempts_are_told_from_the_second_on(values: dict[str, Any], expected: str) -> None:
+    assert summary_fields(run(**values), tokens_per_second=None, may_write=True)["attempt_text"] == expected
+
+
 def test_a_silent_trainer_is_pointed_out() -> None:
     silent = run(heartbeat_at=now() - timedelta(minutes=5))
     assert summary_fields(silent, tokens_per_second=None, may_write=True)["is_silent"]

@@ -23,8 +23,8 @@ def step(number: int, *, attempt: int = 1, seq: int | None = None, loss: object 
     return Event(attempt, seq if seq is not None else 10 + number, 1_800_000_000.0 + number, "step", fields)
 
 
-def started(*, attempt: int = 1, seq: int = 1) -> Event:
-    return Event(attempt, seq, 1_800_000_000.0, "started", {"total_steps": 9, "device": "cpu:0"})
+def started(*, attempt: int = 1, seq: int = 1, **fields: object) -> Event:
+    return Event(attempt, seq, 1_800_000_000.0, "started", {"total_steps": 9, "device": "cpu:0"} | fields)
 
 
 def record(engine: Engine, run_id: str, events: list[Event], *, epoch: int = 0, offset: int = 100, malformed: int = 0) -> None:
@@ -139,6 +139,43 @@ def test_the_latest_attempt_wins_and_its_start_forgets_the_curve_before(settings
 
 
 @BOTH_DATABASES
+@pytest.mark.parametrize("batch", [1, 2, 3, 100])
+def test_a_resumed_attempt_keeps_the_curve_up_to_its_step(settings: Settings, engine: Engine, batch: int) -> None:
+    """However the events are divided into batches, and although the first attempt came further than its last record."""
+    run_id = make_run(settings, engine, state=RunState.RUNNING)
+    events = [
+        started(),
+        Event(1, 2, 1_800_000_000.1, "evaluation", {"when": "before", "loss": 4.5, "rows": 4}),
+        *(step(number) for number in range(1, 7)),
+        started(attempt=2, resumed_step=4, loss=1.5),
+        step(5, attempt=2, loss=2.5),
+    ]
+    for at in range(0, len(events), batch):
+        record(engine, run_id, events[at : at + batch])
+    expected = [(1, 1, 1.5), (2, 1, 1.5), (3, 1, 1.5), (4, 1, 1.5), (5, 2, 2.5)]
+    assert [(metric.step, metric.attempt, metric.loss) for metric in read_metrics(engine, run_id)] == expected
+    # A stretch of the first attempt that is read again, to its end or by itself, brings nothing back.
+    for again in (events, events[5:8], [step(6)], [step(9, seq=99)]):
+        record(engine, run_id, again)
+        assert [(metric.step, metric.attempt, metric.loss) for metric in read_metrics(engine, run_id)] == expected
+    run = read_run(engine, run_id)
+    assert (run.step, run.loss, run.resumed_step, run.first_loss) == (5, 2.5, 4, 4.5)
+
+
+@BOTH_DATABASES
+def test_a_resumed_run_stands_at_its_step_until_it_does_the_next(settings: Settings, engine: Engine) -> None:
+    run_id = make_run(settings, engine, state=RunState.RUNNING)
+    record(engine, run_id, [started(), *(step(number) for number in range(1, 7))])
+    record(engine, run_id, [started(attempt=2, resumed_step=5, loss=1.25), step(6)])
+    run = read_run(engine, run_id)
+    assert (run.step, run.loss, run.resumed_step, run.eta_seconds) == (5, 1.25, 5, None)
+    record(engine, run_id, [started(attempt=3)])
+    run = read_run(engine, run_id)
+    assert (run.step, run.loss, run.resumed_step, run.first_loss) == (0, None, None, None)
+    assert read_metrics(engine, run_id) == []
+
+
+@BOTH_DATABASES
 def test_events_that_do_not_fit_the_tables_are_counted(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING)
     odd = [
@@ -159,14 +196,35 @@ def test_events_that_do_not_fit_the_tables_are_counted(settings: Settings, engin
     assert "\0" not in run.phase
 
 
-def test_only_interrupted_attempts_are_excused(settings: Settings, engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("resumed", "interrupted", "lost"),
+    [
+        ([0], [], 1),
+        ([0, 0, 0], [], 3),
+        ([0, 0, 0], [1, 3], 1),
+        ([0, 5, 9], [], 1),
+        ([0, 5, 5, 5], [], 3),
+        ([0, 5, 5, 5], [3], 2),
+        ([0, 5, None, None], [], 3),
+        ([None, None], [], 2),
+        ([7, 7, 0], [], 1),
+    ],
+)
+def test_attempts_are_lost_that_came_no_further(
+    settings: Settings, engine: Engine, resumed: list[int | None], interrupted: list[int], lost: int
+) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING)
-    exits = [
-        Event(attempt, 5, 1.0, "exit", {"reason": reason}) for attempt, reason in ((1, "interrupted"), (2, "failed"), (3, "interrupted"))
-    ]
+    events = [started(attempt=attempt, resumed_step=step) for attempt, step in enumerate(resumed, 1) if step is not None]
+    record(engine, run_id, [*events, *(Event(attempt, 9, 1.0, "exit", {"reason": "interrupted"}) for attempt in interrupted)])
+    with write_transaction(engine) as session:
+        assert repository.lost_attempts(session, run_id, attempt=len(resumed)) == lost
+
+
+def test_the_last_word_of_an_attempt_is_its_own(settings: Settings, engine: Engine) -> None:
+    run_id = make_run(settings, engine, state=RunState.RUNNING)
+    exits = [Event(attempt, 5, 1.0, "exit", {"reason": reason}) for attempt, reason in ((1, "interrupted"), (2, "failed"))]
     record(engine, run_id, exits)
     with write_transaction(engine) as session:
-        assert repository.interrupted_attempts(session, run_id) == 2
         last = repository.exit_event(session, run_id, attempt=2)
         assert last is not None
         assert last.fields == {"reason": "failed"}

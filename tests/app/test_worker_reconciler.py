@@ -30,6 +30,8 @@ from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import holding, is_held
 from lohan_app.worker.reconciler import Reconciler
 from lohan_app.worker.reservations import Machine, Need, Reservation, fit, look_at_machine, need_of
+from lohan_app.worker.run_files import state_directories
+from lohan_app.worker.verdict import RESUME, START_AGAIN
 
 MACHINE = Machine(("cpu:0", "cpu:1"), ram_total_bytes=64 * GIB, ram_free_bytes=60 * GIB, ssd_free_bytes=100 * GIB)
 GPUS = Machine(("GPU-a", "GPU-b"), ram_total_bytes=64 * GIB, ram_free_bytes=60 * GIB, ssd_free_bytes=100 * GIB)
@@ -119,6 +121,23 @@ def test_the_need_comes_from_the_plan(settings: Settings, engine: Engine) -> Non
     run = read_run(engine, make_run(settings, engine, plan=plan(3 * GIB, 5 * GIB), device="cpu:1"))
     assert need_of(run) == Need("cpu:1", 3 * GIB, 5 * GIB)
     assert need_of(read_run(engine, make_run(settings, engine))) == Need("auto", 0, 0)
+    # What its earlier attempts left is taken already.
+    assert need_of(run, states_bytes=2 * GIB) == Need("cpu:1", 3 * GIB, 3 * GIB)
+    assert need_of(run, states_bytes=9 * GIB) == Need("cpu:1", 3 * GIB, 0)
+
+
+def test_a_run_that_fills_the_drive_with_its_own_states_starts_again(
+    settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues
+) -> None:
+    run_id = make_run(settings, engine, plan=plan(0, MACHINE.ssd_free_bytes + (1 << 20)), device="cpu:0")
+    reconciler = make()
+    reconciler.tick()
+    assert "state directories" in read_run(engine, run_id).state_reason
+    states = state_directories(settings, run_id)[0]
+    states.mkdir(parents=True)
+    (states / "master.bin").write_bytes(bytes(2 << 20))
+    reconciler.tick()
+    assert read_run(engine, run_id).state is RunState.STARTING
 
 
 def test_this_machine(settings: Settings) -> None:
@@ -257,10 +276,11 @@ def test_without_a_broker_runs_start_all_the_same(
         wait_until(lambda: not is_held(RunFiles(settings.run_folder(run_id)).supervisor_lock), what="the supervisor's end")
 
 
+@pytest.mark.parametrize("goes_on", [START_AGAIN, RESUME])
 def test_why_the_last_attempt_ended_stays_readable_while_the_next_one_runs(
-    settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues
+    settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues, goes_on: str
 ) -> None:
-    reason = "The trainer was ended by SIGKILL (attempt 1 of 3). The run starts again from the base model."
+    reason = f"The trainer was ended by SIGKILL (attempt 1 of 3). {goes_on}"
     again = make_run(settings, engine, attempt=1, state_reason=reason, device="cpu:0")
     fresh = make_run(settings, engine, state_reason="Waits for cpu:1, in use by 'other'.", device="cpu:1")
     make().tick()

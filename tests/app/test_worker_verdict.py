@@ -7,15 +7,23 @@ from typing import Any
 
 import pytest
 
+from lohan_app.entities import Run
 from lohan_app.runs.states import Trigger
 from lohan_app.worker.trainer import TrainerEnd
-from lohan_app.worker.verdict import MAX_LOST_ATTEMPTS, Verdict, judge
+from lohan_app.worker.verdict import MAX_LOST_ATTEMPTS, RESUME, START_AGAIN, Verdict, is_recorded, judge
 
 
 def verdict(
-    exit_fields: dict[str, Any] | None = None, status: int | None = 0, *, lost: int = 1, out_of_memory: bool = False, log: str = ""
+    exit_fields: dict[str, Any] | None = None,
+    status: int | None = 0,
+    *,
+    lost: int = 1,
+    recorded: bool = False,
+    out_of_memory: bool = False,
+    log: str = "",
 ) -> Verdict:
-    return judge(exit_fields, TrainerEnd(status, out_of_memory), lost_attempts=lost, log_tail=log, log_path="/runs/x/trainer.log")
+    end = TrainerEnd(status, out_of_memory)
+    return judge(exit_fields, end, lost_attempts=lost, is_recorded=recorded, log_tail=log, log_path="/runs/x/trainer.log")
 
 
 @pytest.mark.parametrize("status", [0, None, -signal.SIGSEGV, 1])
@@ -35,6 +43,16 @@ def test_interrupted_is_never_a_failure(fields: dict[str, Any] | None, status: i
     assert found.trigger is Trigger.END_EARLY
     assert "stopped" in found.reason
     assert "base model" in found.reason
+    assert verdict(fields, status, recorded=True).reason.endswith(RESUME)
+
+
+@pytest.mark.parametrize(
+    ("durability", "step", "resumed_step", "expected"),
+    [("step", 2, None, True), ("step", 1, None, False), ("step", 1, 1, True), ("none", 9, None, False), (None, 9, None, False)],
+)
+def test_a_step_is_recorded_before_the_next_begins(durability: str | None, step: int, resumed_step: int | None, expected: bool) -> None:
+    plan = {"durability": durability} if durability is not None else None
+    assert is_recorded(Run(plan=plan, step=step, resumed_step=resumed_step)) is expected
 
 
 def test_a_failure_carries_the_trainers_own_error() -> None:
@@ -67,6 +85,8 @@ def test_a_signal_is_named_and_the_run_gets_three_attempts(status: int) -> None:
         assert found.trigger is Trigger.END_EARLY
         assert name in found.reason
         assert f"attempt {lost} of {MAX_LOST_ATTEMPTS}" in found.reason
+        assert found.reason.endswith(START_AGAIN)
+        assert verdict(None, status, lost=lost, recorded=True).reason.endswith(RESUME)
     last = verdict(None, status, lost=MAX_LOST_ATTEMPTS)
     assert last.trigger is Trigger.FAIL
     assert last.problem is not None

@@ -50,6 +50,13 @@ def test_file_is_an_ordinary_safetensors_file(tmp_path):
     }
 
 
+def test_digest_is_of_the_rows_and_of_nothing_else(tmp_path):
+    digest = write(tmp_path / "one.safetensors", ROWS).digest
+    assert write(tmp_path / "two.safetensors", ROWS).digest == digest
+    others = (ROWS[::-1], ROWS[:2], [([1, 2, 3, 4], [UNTRAINED, 2, 3, UNTRAINED]), ([5], [5]), ROWS[2]])
+    assert digest not in [write(tmp_path / f"other{index}.safetensors", rows).digest for index, rows in enumerate(others)]
+
+
 def test_nothing_appears_when_writing_fails(tmp_path):
     with pytest.raises(RuntimeError), TokenFileWriter(tmp_path / "tokens.safetensors") as writer:
         writer.add(TokenizedRow([1], [1]))

@@ -16,7 +16,13 @@ class LossCurve {
     document.addEventListener("lohan:theme", () => this.repaint());
   }
 
-  // A run that starts again does its steps again: the curve of the attempt before is dropped.
+  // A run that resumes does the steps behind `step` again: what the attempts before said of them is dropped.
+  keepUntil(step) {
+    const { steps, losses } = this;
+    this.clear();
+    for (let index = 0; index < steps.length && steps[index] <= step; index += 1) this.add(steps[index], losses[index]);
+  }
+
   clear() {
     this.steps = [];
     this.losses = [];

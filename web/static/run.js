@@ -77,14 +77,15 @@
     if (!curve.lastStep) document.getElementById("curve-note").textContent = isTerminal() ? "This run made no step." : "The curve begins with the first step.";
   }
 
-  function beginAttempt(number) {
+  // What earlier attempts said of steps behind the one that this attempt goes on from holds no longer.
+  function beginAttempt(number, resumedStep) {
     if (number <= attempt) return;
     attempt = number;
-    curve.clear();
+    curve.keepUntil(resumedStep);
   }
 
   function onStep(event) {
-    beginAttempt(event.attempt);
+    beginAttempt(event.attempt, event.step - 1);
     curve.add(event.step, event.loss);
     showStep(event);
     log.poll();
@@ -112,7 +113,7 @@
     for (const type of ["started", "phase", "evaluation", "warning", "exit", "state"]) {
       source.addEventListener(type, (message) => {
         const event = heard(message);
-        if (type === "started" && event) beginAttempt(event.attempt);
+        if (type === "started" && event) beginAttempt(event.attempt, event.resumed_step || 0);
         if (type === "state" && event && FINAL_STATES.has(event.state)) disconnect();
         refreshSoon();
         log.poll();

@@ -78,6 +78,8 @@ class Run(Entity):
     phase_progress: Mapped[float | None]
     step: Mapped[int] = mapped_column(default=0)
     total_steps: Mapped[int] = mapped_column(default=0)
+    resumed_step: Mapped[int | None]
+    """The step that the present attempt goes on from; null where it began from the base model."""
     loss: Mapped[float | None]
     first_loss: Mapped[float | None]
     """Mean loss over the evaluation rows before the first step."""

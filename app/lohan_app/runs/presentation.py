@@ -65,11 +65,17 @@ def summary_fields(run: RunDetail, *, tokens_per_second: float | None, may_write
         "phases": phase_line(run),
         "fraction": fraction(run),
         "steps_text": f"{run.step:,} of {run.total_steps:,}" if run.total_steps else MISSING,
-        "attempt_text": f"attempt {run.attempt}" if run.attempt > 1 else "",
+        "attempt_text": _attempt(run),
         "eta_text": format_duration(run.eta_seconds) if run.state in ACTIVE_STATES and run.eta_seconds is not None else MISSING,
         "speed_text": f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second is not None else MISSING,
         **_evaluation(run),
     }
+
+
+def _attempt(run: RunView) -> str:
+    if run.attempt < 2:
+        return ""
+    return f"attempt {run.attempt}" + (f", resumed from step {run.resumed_step:,}" if run.resumed_step else "")
 
 
 def _is_silent(run: RunView) -> bool:
@@ -142,7 +148,9 @@ def _describe(kind: str, fields: dict[str, Any], attempt: int) -> tuple[str, str
             parameters = fields.get("parameters")
             size = f" with {format_count(parameters)} parameters" if isinstance(parameters, int) else ""
             again = f" (attempt {attempt})" if attempt > 1 else ""
-            return "", f"Trainer started on {fields.get('device', 'its device')}{size}{again}"
+            step = fields.get("resumed_step")
+            resumed = f", resumed from step {step:,}" if isinstance(step, int) and step > 0 else ""
+            return "", f"Trainer started on {fields.get('device', 'its device')}{size}{again}{resumed}"
         case EventType.PHASE:
             # The trainer's own sentence where it has one; the phase line above names the phases.
             return "", str(fields.get("detail") or PHASE_NAMES.get(fields.get("phase", ""), fields.get("phase", "Next phase")))

@@ -7,7 +7,7 @@ The functions take an open session; whoever opened it commits (`lohan_app.db.wri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -94,14 +94,20 @@ def record_events(session: Session, run_id: str, *, epoch: int, events: Sequence
     """Copy a batch of events into the database and move the stored read position behind it, all in the caller's transaction.
 
     Reading a stretch again changes nothing: events are keyed (run, attempt, seq), metrics (run, step) with the latest attempt winning.
+    What an attempt says of a step behind the one that a later attempt goes on from holds no longer, whenever it comes.
     An event whose numbers do not fit the tables is counted as malformed.
 
     Raises:
         LostEpochError: the run has a newer supervisor; nothing was written.
     """
     usable = [event for event in events if _is_usable(event)]
-    summary = _summary(usable)
-    summary |= {"events_offset_bytes": offset_bytes, "malformed_events": malformed + len(events) - len(usable)}
+    malformed += len(events) - len(usable)
+    begun = _attempts_begun(session, run_id)
+    newest = max(begun, default=0)
+    begun |= {event.attempt: resumed_step(event.fields) for event in usable if event.type == EventType.STARTED}
+    usable = _without_undone_steps(usable, begun)
+    summary = _summary([event for event in usable if event.attempt >= newest])
+    summary |= {"events_offset_bytes": offset_bytes, "malformed_events": malformed}
     result = session.execute(
         update(Run).where(Run.id == run_id, Run.epoch == epoch).values(**summary).execution_options(synchronize_session=False)
     )
@@ -109,7 +115,7 @@ def record_events(session: Session, run_id: str, *, epoch: int, events: Sequence
         raise LostEpochError(run_id)
     for event in usable:
         if event.type == EventType.STARTED:
-            _forget_undone_steps(session, run_id, attempt=event.attempt)
+            _forget_undone_steps(session, run_id, event)
     _insert_events(session, run_id, [event for event in usable if event.type != EventType.STEP])
     _upsert_metrics(session, run_id, [event for event in usable if event.type == EventType.STEP])
 
@@ -123,10 +129,24 @@ def exit_event(session: Session, run_id: str, *, attempt: int) -> RunEvent | Non
     ).first()
 
 
-def interrupted_attempts(session: Session, run_id: str) -> int:
-    """How many attempts ended because the host or the unit stopped: these are nobody's fault and do not count as failures."""
-    exits = session.scalars(select(RunEvent).where(RunEvent.run_id == run_id, RunEvent.type == EventType.EXIT))
-    return len({event.attempt for event in exits if event.fields.get("reason") == ExitReason.INTERRUPTED})
+def lost_attempts(session: Session, run_id: str, *, attempt: int) -> int:
+    """How many attempts, `attempt` included, have gone on from the step that `attempt` went on from.
+
+    A run that comes further with every attempt is not given up. What ended because the host or the unit stopped is nobody's fault and
+    does not count.
+    """
+    events = session.scalars(
+        select(RunEvent).where(RunEvent.run_id == run_id, RunEvent.type.in_([EventType.STARTED, EventType.EXIT]))
+    ).all()
+    begun = {event.attempt: resumed_step(event.fields) for event in events if event.type == EventType.STARTED}
+    interrupted = {event.attempt for event in events if event.fields.get("reason") == ExitReason.INTERRUPTED}
+    step = lost = 0
+    for number in range(1, attempt + 1):
+        # One that ended before its first event had nothing to go on from but what the one before it had.
+        moved = begun.get(number, step) != step
+        step = begun.get(number, step)
+        lost = (0 if moved else lost) + (number not in interrupted)
+    return lost
 
 
 def _is_usable(event: Event) -> bool:
@@ -148,9 +168,11 @@ def _summary(events: Sequence[Event]) -> dict[str, Any]:
         fields = event.fields
         match event.type:
             case EventType.STARTED:
-                # Nothing of an earlier attempt is kept while durability is `none`: the numbers start over with the trainer.
-                columns |= {"step": 0, "loss": None, "first_loss": None, "last_loss": None, "eta_seconds": None, "phase_progress": None}
-                columns["total_steps"] = _integer(fields.get("total_steps"))
+                step = resumed_step(fields)
+                columns |= {"step": step, "resumed_step": step or None, "loss": _number(fields.get("loss")), "last_loss": None}
+                columns |= {"total_steps": _integer(fields.get("total_steps")), "eta_seconds": None, "phase_progress": None}
+                if not step:
+                    columns["first_loss"] = None  # a trainer that begins from the base model measures it again
             case EventType.PHASE:
                 columns |= {"phase": str(fields.get("phase", "")).replace("\0", "")[:32], "phase_progress": _number(fields.get("progress"))}
             case EventType.STEP:
@@ -164,10 +186,34 @@ def _summary(events: Sequence[Event]) -> dict[str, Any]:
     return columns
 
 
-def _forget_undone_steps(session: Session, run_id: str, *, attempt: int) -> None:
-    """A restarted trainer does its steps again: the curve of the attempt before would run ahead of it until overtaken."""
+def resumed_step(fields: Mapping[str, Any]) -> int:
+    """The step that a `started` event goes on from; 0 from the base model."""
+    return _integer(fields.get("resumed_step"))
+
+
+def _attempts_begun(session: Session, run_id: str) -> dict[int, int]:
+    """The step that each attempt in the database goes on from."""
+    begun = session.scalars(select(RunEvent).where(RunEvent.run_id == run_id, RunEvent.type == EventType.STARTED))
+    return {event.attempt: resumed_step(event.fields) for event in begun}
+
+
+def _without_undone_steps(events: Sequence[Event], begun: Mapping[int, int]) -> list[Event]:
+    """`events` less the steps that a later attempt does again."""
+
+    def is_undone(event: Event) -> bool:
+        return event.type == EventType.STEP and any(
+            event.attempt < attempt and event.fields["step"] > step for attempt, step in begun.items()
+        )
+
+    return [event for event in events if not is_undone(event)]
+
+
+def _forget_undone_steps(session: Session, run_id: str, started: Event) -> None:
+    """A restarted trainer does its steps again: the curve of the attempts before would run ahead of it until overtaken."""
     session.execute(
-        delete(RunMetric).where(RunMetric.run_id == run_id, RunMetric.attempt < attempt).execution_options(synchronize_session=False)
+        delete(RunMetric)
+        .where(RunMetric.run_id == run_id, RunMetric.attempt < started.attempt, RunMetric.step > resumed_step(started.fields))
+        .execution_options(synchronize_session=False)
     )
 
 

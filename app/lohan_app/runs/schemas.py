@@ -89,6 +89,8 @@ class RunView(BaseModel):
     phase_progress: float | None
     step: int
     total_steps: int
+    resumed_step: int | None
+    """The step that the present attempt goes on from; null where it began from the base model."""
     loss: float | None
     first_loss: float | None
     """Mean loss over the evaluation rows before the first step."""

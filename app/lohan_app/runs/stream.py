@@ -49,7 +49,8 @@ QUEUE_LIMIT = 4 * EVENTS_PER_LOOK
 STREAMS_PER_USER = 32
 # What of a run is news besides its steps.
 _STATE_FIELDS = (
-    "state", "wanted", "state_reason", "phase", "phase_progress", "attempt", "total_steps", "first_loss", "last_loss", "prepared_at",
+    "state", "wanted", "state_reason", "phase", "phase_progress", "attempt", "resumed_step", "total_steps", "first_loss", "last_loss",
+    "prepared_at",
 )  # fmt: skip
 _EVENT_ID = re.compile(r"(\d{1,9}):(\d{1,9})")
 _EVENT_TYPES = frozenset(str(kind) for kind in EventType)

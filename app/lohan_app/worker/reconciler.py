@@ -28,8 +28,8 @@ from lohan_app.worker.celery import send, task_lock
 from lohan_app.worker.launcher import RunFiles, start_supervisor
 from lohan_app.worker.processes import FileLock, holder_of, is_held
 from lohan_app.worker.reservations import Machine, Reservation, fit, look_at_machine, need_of
-from lohan_app.worker.run_files import free_states
-from lohan_app.worker.verdict import START_AGAIN
+from lohan_app.worker.run_files import free_states, states_bytes
+from lohan_app.worker.verdict import RESUME, START_AGAIN
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +137,11 @@ class Reconciler:
         lock = RunFiles(self._settings.run_folder(run.id)).trainer_lock
         if is_held(lock):
             return f"Waits for process {holder_of(lock) or '(unknown)'}, which trains in this run's folder."
-        return fit(need_of(run), machine, active)
+        return fit(need_of(run, states_bytes=states_bytes(self._settings, run.id)), machine, active)
 
     def _claim(self, run: Run, reservation: Reservation) -> Run | None:
         # Why an earlier attempt ended stays readable while the next one runs.
-        reason = run.state_reason if START_AGAIN in run.state_reason else ""
+        reason = run.state_reason if any(words in run.state_reason for words in (START_AGAIN, RESUME)) else ""
         with write_transaction(self._engine) as session:
             if repository.fire(session, run.id, Trigger.CLAIM, state_reason=reason, **reservation.columns()) is None:
                 return None

@@ -56,11 +56,11 @@ def look_at_machine(settings: Settings) -> Machine:
     return Machine(devices, facts.ram.total_bytes, facts.ram.free_bytes, ssd_capacity(facts))
 
 
-def need_of(run: Run) -> Need:
-    """What the run's plan asks for; a run without a plan asks for its device alone."""
+def need_of(run: Run, *, states_bytes: int = 0) -> Need:
+    """What the run's plan asks for, less what its states of an earlier attempt occupy; without a plan it asks for its device alone."""
     device = str(run.settings.get("engine", {}).get("device", "auto"))
     used = {Tier(tier["tier"]): sum(item["bytes"] for item in tier["items"]) for tier in (run.plan or {}).get("tiers", [])}
-    return Need(device, used.get(Tier.RAM, 0), used.get(Tier.SSD, 0))
+    return Need(device, used.get(Tier.RAM, 0), max(0, used.get(Tier.SSD, 0) - states_bytes))
 
 
 def fit(need: Need, machine: Machine, active: Sequence[Run]) -> Reservation | str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lohan.config import RunConfig, parse_run_config
 from lohan.errors import ConfigError
+from lohan.hardware.probe import occupied_bytes
 from lohan_app.entities import BaseModel, Run
 from lohan_app.settings import Settings
 from lohan_app.worker.launcher import RunFiles
@@ -22,9 +23,14 @@ def state_directories(settings: Settings, run_id: str) -> tuple[Path, ...]:
 
 
 def free_states(settings: Settings, run_id: str) -> None:
-    """Delete an ended run's states: with durability `none` nothing can be resumed from them, and they are the largest files of all."""
+    """Delete an ended run's states: nothing goes on from them any more, and they are the largest files of all."""
     for folder in state_directories(settings, run_id):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def states_bytes(settings: Settings, run_id: str) -> int:
+    """What the states of a run's earlier attempts occupy on the drives, over all state directories."""
+    return sum(occupied_bytes(folder) for folder in state_directories(settings, run_id))
 
 
 def write_run_files(settings: Settings, run: Run, weights: Path, *, device: str) -> None:

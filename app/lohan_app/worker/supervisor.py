@@ -36,7 +36,7 @@ from lohan_app.worker.launcher import TRAINER_COMMAND, RunFiles, TrainerNote
 from lohan_app.worker.processes import FileLock, is_held, kill_session_with, oom_kill_count
 from lohan_app.worker.run_files import free_states, weights_of, write_run_files
 from lohan_app.worker.trainer import Trainer, TrainerEnd
-from lohan_app.worker.verdict import judge
+from lohan_app.worker.verdict import is_recorded, judge
 from lohan_app.worker.wake import wake
 
 logger = logging.getLogger("lohan_app.supervisor")
@@ -233,11 +233,12 @@ class Supervisor:
         run = self._read()
         assert run is not None, "runs are not deleted while they are active"
         last_word = self._insist(lambda session: repository.exit_event(session, self._run_id, attempt=attempt), read_transaction)
-        interrupted = self._insist(lambda session: repository.interrupted_attempts(session, self._run_id), read_transaction)
+        lost = self._insist(lambda session: repository.lost_attempts(session, self._run_id, attempt=attempt), read_transaction)
         verdict = judge(
             last_word.fields if last_word else None,
             end,
-            lost_attempts=attempt - interrupted,
+            lost_attempts=lost,
+            is_recorded=is_recorded(run),
             log_tail=_tail(self._files.trainer_log),
             log_path=str(self._files.trainer_log),
         )

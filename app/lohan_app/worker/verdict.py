@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from lohan.cli.commands import ExitCode
+from lohan.config import Durability
 from lohan.errors import EngineError
 from lohan.events import ExitReason
+from lohan_app.entities import Run
 from lohan_app.runs.states import Trigger
 from lohan_app.worker.trainer import TrainerEnd
 
 MAX_LOST_ATTEMPTS = 3
-"""So often may a trainer vanish without a word; what the host's own stops end does not count."""
+"""So often may a trainer vanish without a word at the same place; what the host's own stops end does not count."""
 START_AGAIN = "The run starts again from the base model."
+RESUME = "The run resumes from its last recorded step."
 # What a user can do about the commonest signals; for the others the log is all there is.
 _REMEDIES = {
     signal.SIGKILL: "Somebody or something killed it: see the kernel's log (dmesg).",
@@ -36,25 +39,34 @@ class Verdict:
     """For `Run.problem`."""
 
 
-def judge(exit_fields: Mapping[str, Any] | None, end: TrainerEnd, *, lost_attempts: int, log_tail: str, log_path: str) -> Verdict:
+def is_recorded(run: Run) -> bool:
+    """Whether some step of the run is certainly on its drives: no step begins before the one before it is."""
+    return (run.plan or {}).get("durability") == Durability.STEP and (run.step > 1 or bool(run.resumed_step))
+
+
+def judge(
+    exit_fields: Mapping[str, Any] | None, end: TrainerEnd, *, lost_attempts: int, is_recorded: bool, log_tail: str, log_path: str
+) -> Verdict:
     """Judge an end.
 
     `exit_fields` are those of the attempt's `exit` event, None where there is none; `lost_attempts` counts the attempts, this one
-    included, whose trainer was not stopped by its host. The event wins over the status: a process may still fall over its own teardown.
+    included, whose trainer was not stopped by its host; with `is_recorded` the next attempt goes on from a step. The event wins over
+    the status: a process may still fall over its own teardown.
     """
+    goes_on = RESUME if is_recorded else START_AGAIN
     reason = exit_fields.get("reason") if exit_fields is not None else _reason_of(end.status)
     if reason == ExitReason.SUCCEEDED:
         return Verdict(Trigger.SUCCEED)
     if reason == ExitReason.CANCELLED:
         return Verdict(Trigger.END_EARLY, "Cancelled.")
     if reason == ExitReason.INTERRUPTED:
-        return Verdict(Trigger.END_EARLY, f"The machine or the service on it was stopped. {START_AGAIN}")
+        return Verdict(Trigger.END_EARLY, f"The machine or the service on it was stopped. {goes_on}")
     if exit_fields is not None:
         error = exit_fields.get("error")
         return _failure(error if isinstance(error, dict) else EngineError("the trainer failed without a reason", place=log_path).to_dict())
     if end.status is not None and end.status >= 0 and end.status != ExitCode.LOCKED:
         return _failure(_unspoken(end.status, log_tail, log_path))
-    return _lost(end, lost_attempts, log_path)
+    return _lost(end, lost_attempts, goes_on, log_path)
 
 
 def _reason_of(status: int | None) -> ExitReason | None:
@@ -76,10 +88,10 @@ def _unspoken(status: int, log_tail: str, log_path: str) -> dict[str, Any]:
     return EngineError(message, place=log_path, remedy="The trainer's log has the details.").to_dict()
 
 
-def _lost(end: TrainerEnd, lost_attempts: int, log_path: str) -> Verdict:
+def _lost(end: TrainerEnd, lost_attempts: int, goes_on: str, log_path: str) -> Verdict:
     what, remedy = _describe(end)
     if lost_attempts < MAX_LOST_ATTEMPTS:
-        return Verdict(Trigger.END_EARLY, f"{what} (attempt {lost_attempts} of {MAX_LOST_ATTEMPTS}). {START_AGAIN}")
+        return Verdict(Trigger.END_EARLY, f"{what} (attempt {lost_attempts} of {MAX_LOST_ATTEMPTS}). {goes_on}")
     message = f"{what}, in the last of {MAX_LOST_ATTEMPTS} attempts"
     return _failure(EngineError(message, place=log_path, remedy=remedy).to_dict())
 

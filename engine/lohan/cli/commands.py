@@ -15,7 +15,9 @@ from lohan.events import ExitReason
 RunFile = Annotated[
     Path, typer.Argument(metavar="RUN.toml", help="The run's configuration; relative paths in it are taken from its folder.")
 ]
-Attempt = Annotated[int, typer.Option(min=1, help="Which start of this run it is; later ones begin again from the base model.")]
+Attempt = Annotated[
+    int | None, typer.Option(min=1, help="Which start of this run it is, for its events; by default one more than the last that wrote any.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
 
@@ -38,8 +40,11 @@ _CODE_OF = {
 }
 
 
-def train(run_file: RunFile, attempt: Attempt = 1) -> None:
-    """Train a model as RUN.toml says; the result is a Hugging Face folder, <output.directory>/export."""
+def train(run_file: RunFile, attempt: Attempt = None) -> None:
+    """Train a model as RUN.toml says; the result is a Hugging Face folder, <output.directory>/export.
+
+    A run whose state directories hold the record of a step goes on from there.
+    """
     from lohan.cli.show import make_show
     from lohan.config import load_run_config
     from lohan.training.loop import train as run

@@ -109,9 +109,11 @@ class ProgressShow:
 def describe(type: EventType, fields: dict[str, Any], config: RunConfig) -> str:
     """An event as a line for people."""
     if type is EventType.STARTED:
+        resumed = f", resumed at step {fields['resumed_step']}" if fields["resumed_step"] else ""
         return (
             f"{format_count(fields['parameters'])} parameters in {fields['precision']} on {fields['device']}: {fields['total_steps']} steps"
             f" of {fields['batch_size']} rows ({fields['micro_batch_size']} at once), up to {fields['sequence_length']} tokens a row"
+            f"{resumed}"
         )
     if type is EventType.STEP:
         norm = "unknown" if fields["gradient_norm"] is None else f"{fields['gradient_norm']:.3g}"

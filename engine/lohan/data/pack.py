@@ -164,6 +164,14 @@ class TokenRows:
     def pad_id(self) -> int:
         return int(self.metadata.get("pad_id", 0))
 
+    @property
+    def digest(self) -> str:
+        """Of all rows: equal digests mean the same rows in the same order. Reads the file once."""
+        digest = blake2b(digest_size=16)
+        for values in (self._offsets, self._input_ids, self._labels):
+            digest.update(values.data)
+        return digest.hexdigest()
+
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Input ids and labels of one row, int32, as views of the file."""
         begin, end = self._offsets[index], self._offsets[index + 1]
@@ -202,6 +210,17 @@ class Batch:
         return int((self.labels[:, 1:] != UNTRAINED).sum())
 
 
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """Where a run stands in its data: behind row `index` of the shuffled epoch `epoch`, both from 0."""
+
+    rows: int
+    batch_size: int
+    seed: int
+    epoch: int
+    index: int
+
+
 class BatchSampler:
     """Which rows a step takes: a pure function of (seed, step), so that a run can be entered at any step without replaying it.
 
@@ -223,6 +242,11 @@ class BatchSampler:
     def epoch(self, step: int) -> float:
         """Passes over the data that are complete after step `step` (from 0)."""
         return (step + 1) * self.batch_size / self.rows
+
+    def position(self, steps: int) -> DataPosition:
+        """Where the data stands after `steps` steps."""
+        epoch, index = divmod(steps * self.batch_size, self.rows)
+        return DataPosition(self.rows, self.batch_size, self.seed, epoch, index)
 
     def batch(self, step: int) -> list[int]:
         """Row numbers of step `step` (from 0)."""

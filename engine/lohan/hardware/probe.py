@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,6 +88,15 @@ class HardwareFacts(_Facts):
         gpus = [(gpu.uuid, gpu.name, gpu.total_bytes) for gpu in self.gpus]
         stable = repr((self.cpu.name, self.cpu.cores, self.ram.total_bytes, gpus, drives))
         return hashlib.sha256(stable.encode()).hexdigest()
+
+
+def occupied_bytes(directory: Path) -> int:
+    """What a folder's files take of their drive, e.g. the states of a run; 0 where there is no such folder."""
+    total = 0
+    for file in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += 512 * file.stat().st_blocks  # st_blocks counts units of 512 bytes, whatever the file system's blocks are
+    return total
 
 
 def probe(state_directories: Sequence[Path] = ()) -> HardwareFacts:

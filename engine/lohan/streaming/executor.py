@@ -232,7 +232,7 @@ def init(
         durability: whether every step can be resumed, for twice the space, or none can.
         ram_state_bytes: host memory for model states; the rest lies in the state directories.
         unsafe_filesystems: whether the directories may lie on file systems that are no place for states.
-        resume: go on from the step record in the state directories; `weights` are then not read.
+        resume: go on from the step record in the state directories; `weights` are then not needed.
         weights: where the weights come from; None takes those in the model.
         plan: gives micro-batch and slots where they are None, and bounds the host memory for slots, gradients and states.
         slots: parameter buffers on the device, at least 2; None takes the plan's, else 3.
@@ -253,7 +253,9 @@ def init(
     rules = UpdateRules(_member(UpdateSchedule, schedule, "schedule"), _member(Clip, clip, "clip"), max_gradient_norm)
     torch_device = resolve_device(device)
     units = find_units(model)
-    installation.check_model(model, units, weights)
+    installation.check_model(model, units)
+    if not resume:
+        installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
     layouts = [unit.layout for unit in runtimes]
     stages = Stages(

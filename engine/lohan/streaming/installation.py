@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lohan.states.state_store import StateStore
 
 
-def check_model(model: nn.Module, units: Sequence[Unit], weights: WeightSource | None) -> None:
+def check_model(model: nn.Module, units: Sequence[Unit]) -> None:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ModelError("the model has an encoder and a decoder", place=type(model).__name__, remedy="Use a decoder-only model.")
     entries = [entry for unit in units for entry in unit.parameters]
@@ -46,16 +46,22 @@ def check_model(model: nn.Module, units: Sequence[Unit], weights: WeightSource |
                 place=entry.name,
                 remedy="Load the model with one floating-point dtype.",
             )
-        if weights is None and entry.parameter.numel() > 1 and not any(entry.parameter.stride()):
+    if not any(entry.parameter.requires_grad for entry in entries):
+        raise EngineError("no parameter requires grad", remedy="Leave at least one parameter trainable.")
+
+
+def check_weights(model: nn.Module, units: Sequence[Unit], weights: WeightSource | None) -> None:
+    """See that `weights`, or else the model, has a value for every parameter."""
+    if weights is not None:
+        weights.check(model)
+        return
+    for entry in (entry for unit in units for entry in unit.parameters):
+        if entry.parameter.numel() > 1 and not any(entry.parameter.stride()):
             raise EngineError(
                 f"parameter {entry.name} is a placeholder without values",
                 place=entry.name,
                 remedy="Pass weights=lohan.models.load.open_weights(folder).",
             )
-    if not any(entry.parameter.requires_grad for entry in entries):
-        raise EngineError("no parameter requires grad", remedy="Leave at least one parameter trainable.")
-    if weights is not None:
-        weights.check(model)
 
 
 def lay_out(units: Sequence[Unit], optimizer: Any, chunk_parameters: int) -> tuple[list[UnitRuntime], list[list[int | None]]]:

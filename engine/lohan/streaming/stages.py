@@ -112,10 +112,18 @@ class Stages:
                 rules,
                 chunk_elements=max(trainable_chunks),
                 threads=threads,
-                can_roll_back=False,
+                can_roll_back=durability is not Durability.NONE,
             )
             stack.callback(self.worker.close)
+            if self.resumed_step:
+                assert self.states.record is not None
+                self.worker.resume(self.resumed_step, self.states.record.payload)
             self._resources = stack.pop_all()
+
+    @property
+    def resumed_step(self) -> int:
+        """The step that the states were at when they were opened; 0 where they are new."""
+        return self.states.record.step if self.states.record is not None else 0
 
     def close(self) -> None:
         self._resources.close()

@@ -29,7 +29,7 @@ class StepDriver:
         self._units, self._optimizer = units, optimizer
         self._stream, self._offload, self._worker, self._failure = stages.stream, stages.offload, stages.worker, stages.failure
         self.collector = GradientCollector([unit.layout for unit in units], self._send, device=stages.device)
-        self.steps = 0
+        self.steps = stages.resumed_step
         """Updates so far, skipped ones included."""
         self._adds_only = False
         self._added: set[int] = set()

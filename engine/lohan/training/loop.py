@@ -9,17 +9,17 @@ from lohan.config import RunConfig
 from lohan.errors import StopRequested
 from lohan.events import EventType, ExitReason, Phase
 from lohan.training.failures import as_error, write_stack
-from lohan.training.reporter import Listener, Reporter
+from lohan.training.reporter import Listener, Reporter, next_attempt
 from lohan.training.run_lock import hold_run
 from lohan.training.stopping import StopWatch
 
 
-def train(config: RunConfig, *, attempt: int, listener: Listener | None = None) -> ExitReason:
-    """Run `config` from the base model to the export; returns why it ended, which the last event says too.
+def train(config: RunConfig, *, attempt: int | None = None, listener: Listener | None = None) -> ExitReason:
+    """Run `config` to the export, from the base model or from the last recorded step; returns why it ended, as the last event does.
 
     Args:
         config: with absolute paths.
-        attempt: which start of this run it is; 1 is the first. Later ones begin again from the base model.
+        attempt: which start of this run it is; 1 is the first. None takes the one after the last that wrote an event.
         listener: is told every event besides, for a terminal.
 
     Raises:
@@ -28,7 +28,7 @@ def train(config: RunConfig, *, attempt: int, listener: Listener | None = None) 
     """
     directory = config.output.directory
     with hold_run(directory), StopWatch(directory) as stop:
-        reporter = Reporter(directory, attempt=attempt, listener=listener)
+        reporter = Reporter(directory, attempt=attempt or next_attempt(directory), listener=listener)
         reason, error = ExitReason.FAILED, None
         try:
             reporter.begin(Phase.PREPARING_DATA, "Starting.")

@@ -7,12 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lohan.events import EventType, EventWriter, Phase
+from lohan.events import EventReader, EventType, EventWriter, Phase
 
 EVENTS_FILE = "events.jsonl"
 _PHASE_SECONDS = 0.5
 
 Listener = Callable[[EventType, dict[str, Any]], None]
+
+
+def next_attempt(directory: Path) -> int:
+    """The number behind the last attempt that wrote an event in a run's folder; 1 where there is none."""
+    return 1 + max((event.attempt for event in EventReader(directory / EVENTS_FILE).read()), default=0)
 
 
 class Reporter:

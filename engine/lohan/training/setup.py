@@ -20,6 +20,7 @@ from lohan.events import Phase
 from lohan.models.tokenizer_files import write_tokenizer
 from lohan.models.weights import WeightSource
 from lohan.states.record import FOLDER as STATES
+from lohan.states.record import RECORD_FILE
 from lohan.training.reporter import Reporter
 from lohan.training.stopping import StopWatch
 
@@ -102,14 +103,21 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
 
 
 def remove_states(directories: Sequence[Path]) -> None:
-    """Remove the states that an attempt left: without durability nothing goes on from them, and they are up to 12 bytes a parameter.
+    """Remove the states that an attempt left, where nothing goes on from them: they are up to 24 bytes a parameter.
 
     A directory that another run has locked is left alone.
     """
-    for directory in directories:
-        folder = directory / STATES
-        with contextlib.suppress(OSError), (folder / "lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.ExitStack() as locks:
+        ours = []
+        for folder in (directory / STATES for directory in directories):
+            with contextlib.suppress(OSError):
+                lock = locks.enter_context((folder / "lock").open("ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                ours.append(folder)
+        # The record first: without it the rest is nothing, however far the removal comes.
+        for folder in ours:
+            (folder / RECORD_FILE).unlink(missing_ok=True)
+        for folder in ours:
             shutil.rmtree(folder, ignore_errors=True)
 
 

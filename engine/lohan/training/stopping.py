@@ -40,20 +40,22 @@ class StopWatch:
         Raises:
             StopRequested: it was; `reason` says why.
         """
-        if self._signalled or self._cancelled():
+        if self._signalled or self.is_cancelled:
             raise StopRequested("the run was asked to stop")
 
     @property
     def reason(self) -> ExitReason:
         """Cancelled where control.json says so; else whoever sent the signal wants the run started again later."""
-        return ExitReason.CANCELLED if self._cancelled() else ExitReason.INTERRUPTED
+        return ExitReason.CANCELLED if self.is_cancelled else ExitReason.INTERRUPTED
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signalled = True
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _cancelled(self) -> bool:
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether `control.json` says so."""
         try:
             wanted = json.loads(self._control.read_bytes())
         except (OSError, ValueError):
