@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lohan.config import Clip, Precision, UpdateSchedule
-from lohan.errors import ConfigError
+from lohan.config import Clip, Durability, Precision, UnsafeFilesystems, UpdateSchedule
+from lohan.errors import ConfigError, EngineError
 from lohan.streaming.clipping import UpdateRules
 from tests.engine.reference import (
     Outcome,
@@ -150,8 +150,29 @@ def test_the_statistics_count_clipped_steps(tmp_path):
 
 
 # ---------------------------------------------------------------- steps that are left out
+TWO_SLOTS = {"durability": Durability.STEP, "unsafe_filesystems": UnsafeFilesystems.ALLOW}
+SKIPPING = {
+    "global": {"clip": "global"},
+    "serial": {"schedule": "serial"},
+    "optimized": TWO_SLOTS,
+    "naive": {"schedule": "naive", **TWO_SLOTS},
+    "per unit": {"clip": "per_unit", **TWO_SLOTS},
+    "in RAM": {"ram_state_bytes": 1 << 24, **TWO_SLOTS},
+    "global, two slots": {"clip": "global", **TWO_SLOTS},
+}
+
+
+def spoil_gradients_below(model, block: int, factor: float):
+    """Multiply what flows back through a block's output: units above it get finite gradients, and are updated first."""
+
+    def spoil(_module, _inputs, output):
+        output.register_hook(lambda gradient: gradient * factor)
+
+    return model.model.layers[block].register_forward_hook(spoil)
+
+
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-@pytest.mark.parametrize("options", [{"clip": "global"}, {"schedule": "serial"}], ids=["global", "serial"])
+@pytest.mark.parametrize("options", SKIPPING.values(), ids=SKIPPING)
 def test_a_step_with_a_non_finite_gradient_is_skipped_whole(options, factor, tmp_path):
     """Weights, moments and step counts are as if it had never been: what follows equals a run without it."""
     batches = make_batches(6)
@@ -164,7 +185,9 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_whole(options, factor, tmp
                     if not spoilt:
                         continue
                     before = dict(session.named_weights())
-                    (model(**batch).loss * factor).backward()
+                    hook = spoil_gradients_below(model, 1, factor)
+                    model(**batch).loss.backward()
+                    hook.remove()
                     session.wait()
                     assert session.statistics.last_step.skipped and session.statistics.last_step.non_finite
                     assert all(torch.equal(tensor, before[key]) for key, tensor in session.named_weights())
@@ -175,3 +198,25 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_whole(options, factor, tmp
             assert not session.statistics.last_step.skipped
             outcomes.append(dict(session.named_weights()))
     assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
+
+
+def test_without_two_slots_or_all_gradients_such_a_step_ends_the_session(tmp_path):
+    """Units above the bad gradient are updated already, and there is nothing to take them back from."""
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path) as session:
+        spoil_gradients_below(model, 1, float("nan"))
+        with pytest.raises(EngineError, match="NaN or infinite in step 1") as caught:
+            model(**make_batches(1)[0]).loss.backward()
+            session.wait()
+        assert 'clip = "global"' in str(caught.value.remedy)
+        session.close()
+
+
+@pytest.mark.parametrize("options", [TWO_SLOTS, {"ram_state_bytes": 100_000, **TWO_SLOTS}], ids=["ssd", "half"])
+@pytest.mark.parametrize("schedule", UpdateSchedule)
+def test_parity_of_durabilities_bit_for_bit(schedule, options, tmp_path):
+    outcomes = [
+        train_streamed(make_llama(tied=True), make_batches(3), tmp_path / name, schedule=schedule, precision=Precision.BF16, **given)
+        for name, given in (("none", {}), ("step", options))
+    ]
+    assert_bitwise_equal(*outcomes)
