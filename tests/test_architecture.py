@@ -49,10 +49,11 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
 # The engine knows no web and no database.
 ENGINE_NEVER = ("lohan_app", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "celery", "kombu", "redis", "pydantic_settings")
 
-# The native core: bytes through the store and the arena, numbers through the optimizer.
+# The native core: bytes through the store and the arena, numbers through the optimizer and the state store (split masters).
 # `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct; `lohan bench` measures it.
 NATIVE_USERS = {
-    *("lohan.memory.store", "lohan.memory.arena", "lohan.streaming.optimizer", "lohan_app.worker.native_findings"),
+    *("lohan.memory.store", "lohan.memory.arena", "lohan.states.state_store", "lohan.streaming.optimizer"),
+    "lohan_app.worker.native_findings",
     *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.passes", "lohan.bench.striping"),
 }
 

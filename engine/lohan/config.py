@@ -16,10 +16,19 @@ from lohan.errors import ConfigError
 
 
 class Precision(StrEnum):
-    """How numbers are held while training; master weights and moments are fp32 in both."""
+    """How numbers are held while training; master weights have all 32 bits in both."""
 
     BF16 = "bf16"
     FP32 = "fp32"
+
+
+class States(StrEnum):
+    """How the optimizer's moments are kept."""
+
+    AUTO = "auto"
+    """In fp32."""
+    EIGHT_BIT = "8bit"
+    """In 8 bits with a scale per 256: half the bytes of all states, and updates that are not exactly AdamW's."""
 
 
 class Schedule(StrEnum):
@@ -78,6 +87,8 @@ class EngineSection(_Section):
     """Rows of the batch that run through a block at once; None lets the plan choose."""
     state_directories: tuple[Path, ...] = ()
     """Where master weights and moments live, one folder per drive; none means `states/` in the run's folder."""
+    states: States = States.AUTO
+    """`auto` keeps moments in fp32 (12 bytes a parameter with the master weights), `8bit` in 8 bits (6.03 bytes)."""
     gpu_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Cap on the GPU's memory; None means what is free."""
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lohan.config import EngineSection, Precision, TrainingSection
+from lohan.config import EngineSection, Precision, States, TrainingSection
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import CpuFacts, GpuFacts, HardwareFacts, RamFacts, StateDirectoryFacts, _cpu, probe
 from lohan.planning.plan import Plan, Tier
@@ -80,12 +80,12 @@ def test_bytes_of_a_7b_model_on_a_gpu():
     assert gpu["loss head chunk"] == (32 * 1024**2 // 32000) * 32000 * 16
     assert gpu["non-torch reserve"] == 3 * GIB // 2
     assert items(plan, Tier.SSD) == {
-        "master weights": 4 * workload.parameters,
-        "moments": 8 * workload.parameters,
         "working copy": 2 * workload.parameters,
+        "remainders": 2 * workload.parameters,
+        "moments": 8 * workload.parameters,
         "exported model": 2 * workload.parameters,
     }
-    assert plan.ssd_bytes_per_step == 30 * workload.parameters
+    assert plan.ssd_bytes_per_step == 28 * workload.parameters
     assert plan.device == "GPU-0a"
     assert (plan.parameters, plan.slots, plan.durability) == (workload.parameters, 3, "none")
     assert all(tier.used_bytes <= tier.capacity_bytes for tier in plan.tiers)
@@ -108,6 +108,22 @@ def test_fp32_doubles_the_device_and_has_no_working_copy():
     assert items(fp32, Tier.GPU)["parameter slots"] == 2 * items(bf16, Tier.GPU)["parameter slots"]
     assert items(fp32, Tier.GPU)["unit gradient buffers"] == items(bf16, Tier.GPU)["unit gradient buffers"]
     assert "working copy" not in items(fp32, Tier.SSD)
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights"), [(Precision.BF16, {"working copy": 2, "remainders": 2}), (Precision.FP32, {"master weights": 4})]
+)
+def test_8bit_states_are_half_the_bytes_with_their_scales_counted(precision, weights):
+    workload = llama()
+    plan = plan_of(workload, engine=EngineSection(states=States.EIGHT_BIT), precision=precision, batch_size=1)
+    on_drives = items(plan, Tier.SSD)
+    assert {name: on_drives[name] for name in weights} == {name: size * workload.parameters for name, size in weights.items()}
+    assert on_drives["moments"] == 2 * workload.parameters + 2 * 4 * workload.parameters // 256
+    chunk = 32 * 1024**2
+    assert items(plan, Tier.RAM)["optimizer staging"] == 3 * (6 * chunk + 8 * chunk // 256)
+    assert plan.states == ("split-8bit" if precision is Precision.BF16 else "fp32-8bit")
+    assert any("8 bits" in note for note in plan.notes)
+    assert not any("8 bits" in note for note in plan_of().notes)
 
 
 def test_tied_embedding_keeps_its_gradients_open():

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lohan.config import Precision
 from lohan.errors import CapacityError, ConfigError, StorageError
 from lohan.memory.store import Store
+from lohan.planning.state_form import StateForm
 from lohan.planning.workload import UnitKind
 from lohan.states.layout import PARAMETER_ALIGNMENT, UNIT_ALIGNMENT, ParameterSpecification, layout_unit
-from lohan.states.state_store import FOLDER, StateStore, Stream, place_chunks, streams_of
+from lohan.states.state_store import FOLDER, StateStore
+from lohan.states.streams import Stream, place_chunks, streams_of, trainable_streams
 
 shapes = st.lists(st.integers(1, 60), min_size=0, max_size=3).map(tuple)
 parameters = st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=12)
@@ -57,47 +58,50 @@ def test_chunks_of_an_odd_size_are_refused():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(parameters, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(list(Precision)))
-def test_places_never_overlap_and_go_round_robin(drawn, directories, precision):
+@given(st.lists(parameters, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(list(StateForm)))
+def test_places_never_overlap_and_go_round_robin(drawn, directories, form):
     layouts = [make_layout(unit, index=index) for index, unit in enumerate(drawn)]
-    table, sizes = place_chunks(layouts, precision, directories)
+    table, sizes = place_chunks(layouts, form, directories)
     ends: dict[tuple[int, Stream], int] = {}
     turns = []
     for layout in layouts:
         for chunk in layout.chunks:
-            kept = streams_of(chunk, precision)
+            kept = streams_of(chunk, form)
             places = [table[layout.index, chunk.index, stream] for stream in kept]
             turns.append(places[0].directory)
             for stream, place in zip(kept, places, strict=True):
                 assert place.offset_bytes % 4096 == 0
                 assert place.offset_bytes >= ends.get((place.directory, stream), 0)
-                ends[place.directory, stream] = place.offset_bytes + chunk.length * stream.dtype.itemsize
+                ends[place.directory, stream] = place.offset_bytes + stream.size_bytes(chunk.length)
     assert turns == [number % directories for number in range(len(turns))]
     assert all(ends[key] <= sizes[key] for key in ends)
 
 
-@pytest.mark.parametrize("precision", Precision)
-def test_what_is_loaded_is_read_back(precision, tmp_path):
+@pytest.mark.parametrize("form", StateForm)
+def test_what_is_loaded_is_read_back(form, tmp_path):
     drawn = [((3000,), True), ((7, 11), False), ((50, 41), True), ((), True)]
     layout = make_layout(drawn)
     values = {place.name: torch.randn(place.shape) for place in layout.parameters}
     with Store() as io:
-        states = StateStore([layout], [tmp_path / "a", tmp_path / "b"], precision, io)
+        states = StateStore([layout], [tmp_path / "a", tmp_path / "b"], form, io)
         states.load_unit(layout, lambda index: values[layout.parameters[index].name])
         weights = torch.empty(layout.elements, dtype=states.weights_stream.dtype)
         for _, transfer in states.read_weights(layout, weights):
             transfer.wait()
         for place in layout.parameters:
             value = values[place.name]
-            assert torch.equal(weights[place.offset : place.offset + place.elements].view(place.shape), value.to(weights.dtype))
+            # Halfway between two bf16 numbers the split goes away from zero, torch to even: 1 of 65,536 random values.
+            working = weights[place.offset : place.offset + place.elements].view(place.shape)
+            assert (working.float() - value).abs().le(value.abs() * 2**-8).all()
             read = states.read_parameter(layout, place)
-            exact = value if place.trainable or precision is Precision.FP32 else value.bfloat16()
+            exact = value if place.trainable or not form.is_split else value.bfloat16()
             assert read.dtype is exact.dtype and torch.equal(read, exact)
         for chunk in layout.chunks:
             if chunk.trainable:
-                moment = torch.full((chunk.length,), math.nan)
-                states.read(layout, chunk, Stream.SECOND_MOMENT, moment).wait()
-                assert not moment.any(), "moments start at zero"
+                for stream in trainable_streams(form)[2 if form.is_split else 1 :]:
+                    moment = torch.full((stream.length(chunk.length),), 7).to(stream.dtype)
+                    states.read(layout, chunk, stream, moment).wait()
+                    assert not moment.any(), "moments start at zero"
         states.close()
 
 
@@ -106,7 +110,7 @@ def test_moments_start_at_zero_over_the_leftovers_of_an_earlier_run(tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "first_moment.bin").write_bytes(b"\xff" * 65536)
     with Store() as io:
-        states = StateStore([layout], [tmp_path], Precision.FP32, io)
+        states = StateStore([layout], [tmp_path], StateForm.FP32, io)
         moment = torch.full((layout.chunks[0].length,), math.nan)
         states.read(layout, layout.chunks[0], Stream.FIRST_MOMENT, moment).wait()
         assert not moment.any()
@@ -117,9 +121,9 @@ def test_states_larger_than_the_drive_are_refused_with_both_figures(tmp_path):
     huge = layout_unit(
         0, "huge", UnitKind.BLOCK, [ParameterSpecification("weight", (2**25, 2**25), trainable=True)], chunk_parameters=2**50
     )
-    with Store() as io, pytest.raises(CapacityError, match=r"need 14336\.00 TiB") as caught:
-        StateStore([huge], [tmp_path], Precision.BF16, io)
-    assert caught.value.need_bytes == 14 * 2**50
+    with Store() as io, pytest.raises(CapacityError, match=r"need 12288\.00 TiB") as caught:
+        StateStore([huge], [tmp_path], StateForm.SPLIT, io)
+    assert caught.value.need_bytes == 12 * 2**50
     assert 0 < caught.value.have_bytes < caught.value.need_bytes
     assert not list((tmp_path / FOLDER).glob("*.bin"))
 
@@ -127,6 +131,6 @@ def test_states_larger_than_the_drive_are_refused_with_both_figures(tmp_path):
 def test_a_state_directory_that_cannot_be_made_names_itself(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with Store() as io, pytest.raises(StorageError) as caught:
-        StateStore([make_layout([((4,), True)])], [tmp_path / "file"], Precision.FP32, io)
+        StateStore([make_layout([((4,), True)])], [tmp_path / "file"], StateForm.FP32, io)
     assert str(tmp_path / "file") in str(caught.value.place)
     assert caught.value.remedy

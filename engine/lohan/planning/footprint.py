@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lohan.config import Precision
 from lohan.planning.plan import PlanItem
+from lohan.planning.state_form import SCALE_BLOCK, StateForm
 from lohan.planning.workload import UnitKind, Workload
 from lohan.units import GIB, MIB, format_count
 
@@ -113,11 +114,10 @@ def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int) -> tup
     )
 
 
-def host_items(sizes: Sizes, precision: Precision, *, on_gpu: bool) -> tuple[PlanItem, ...]:
+def host_items(sizes: Sizes, form: StateForm, *, on_gpu: bool) -> tuple[PlanItem, ...]:
     """What lies in host memory whatever the device."""
     item, unit = sizes.itemsize, format_count(sizes.largest_unit)
     chunk = min(CHUNK_PARAMETERS, sizes.largest_unit)
-    state_bytes = 14 if precision is Precision.BF16 else 12
     items = [
         PlanItem(
             name="host gradient buffers",
@@ -126,8 +126,8 @@ def host_items(sizes: Sizes, precision: Precision, *, on_gpu: bool) -> tuple[Pla
         ),
         PlanItem(
             name="optimizer staging",
-            bytes=CHUNKS_IN_FLIGHT * chunk * state_bytes,
-            formula=f"{CHUNKS_IN_FLIGHT} chunks in flight x {format_count(chunk)} parameters x {state_bytes} B of states",
+            bytes=CHUNKS_IN_FLIGHT * form.state_bytes(chunk),
+            formula=f"{CHUNKS_IN_FLIGHT} chunks in flight x {format_count(chunk)} parameters x {_per_parameter(form)} B of states",
         ),
         PlanItem(
             name="process base",
@@ -145,23 +145,28 @@ def host_items(sizes: Sizes, precision: Precision, *, on_gpu: bool) -> tuple[Pla
     return tuple(items)
 
 
-def state_items(sizes: Sizes, precision: Precision) -> tuple[PlanItem, ...]:
+def state_items(sizes: Sizes, form: StateForm) -> tuple[PlanItem, ...]:
     """What lies on the drives."""
     parameters = format_count(sizes.parameters)
-    items = [
-        PlanItem(name="master weights", bytes=4 * sizes.parameters, formula=f"{parameters} parameters x 4 B"),
-        PlanItem(name="moments", bytes=8 * sizes.parameters, formula=f"{parameters} parameters x 2 moments x 4 B"),
-    ]
-    if precision is Precision.BF16:
-        items.append(PlanItem(name="working copy", bytes=2 * sizes.parameters, formula=f"{parameters} parameters x 2 B"))
-    items.append(
-        PlanItem(name="exported model", bytes=sizes.itemsize * sizes.parameters, formula=f"{parameters} parameters x {sizes.itemsize} B")
+    if form.is_split:
+        masters = [
+            PlanItem(name="working copy", bytes=2 * sizes.parameters, formula=f"{parameters} parameters x 2 B"),
+            PlanItem(name="remainders", bytes=2 * sizes.parameters, formula=f"{parameters} parameters x 2 B (lower halves of the masters)"),
+        ]
+    else:
+        masters = [PlanItem(name="master weights", bytes=4 * sizes.parameters, formula=f"{parameters} parameters x 4 B")]
+    each = f"(1 B + 4 B / {SCALE_BLOCK})" if form.has_8bit_moments else "4 B"
+    return (
+        *masters,
+        PlanItem(name="moments", bytes=form.moments_bytes(sizes.parameters), formula=f"{parameters} parameters x 2 moments x {each}"),
+        PlanItem(name="exported model", bytes=sizes.itemsize * sizes.parameters, formula=f"{parameters} parameters x {sizes.itemsize} B"),
     )
-    return tuple(items)
 
 
-def ssd_bytes_per_step(sizes: Sizes, precision: Precision) -> int:
+def ssd_bytes_per_step(sizes: Sizes, form: StateForm) -> int:
     """Weights are read once per pass, and the optimizer reads and writes all states."""
-    passes = 2 * sizes.itemsize
-    updates = 24 + (2 if precision is Precision.BF16 else 0)
-    return (passes + updates) * sizes.parameters
+    return 2 * sizes.itemsize * sizes.parameters + 2 * form.state_bytes(sizes.parameters)
+
+
+def _per_parameter(form: StateForm) -> str:
+    return f"{form.state_bytes(SCALE_BLOCK) / SCALE_BLOCK:.4g}"

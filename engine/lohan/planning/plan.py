@@ -56,6 +56,8 @@ class Plan(BaseModel):
     hardware_digest: str
     device: str
     precision: str
+    states: str = "fp32"
+    """The form of the model states, by `StateForm`'s values."""
     batch_size: int
     micro_batch_size: int
     sequence_length: int

@@ -24,6 +24,7 @@ from lohan.planning.footprint import (
     state_items,
 )
 from lohan.planning.plan import Plan, PlanItem, Tier, TierPlan
+from lohan.planning.state_form import StateForm
 from lohan.planning.workload import Workload
 from lohan.units import GIB, format_bytes
 
@@ -65,14 +66,13 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
     sizes = measure(workload, training.precision)
     micro_batch = _choose_micro_batch(sizes, training, engine, hardware, gpu)
     gpu_plan, ram_plan = _memory(sizes, training, engine, hardware, gpu, micro_batch)
-    ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(hardware), items=state_items(sizes, training.precision))
+    form = StateForm.of(training.precision, engine.states)
+    ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(hardware), items=state_items(sizes, form))
     if ssd_plan.used_bytes > ssd_plan.capacity_bytes:
         raise _capacity_error("SSD space", ssd_plan, "Free space, or add a drive to the state directories.")
-    notes = [_micro_batch_note(engine, training, micro_batch)]
-    if training.precision is Precision.BF16:
-        notes.append("Master weights and moments are fp32; the device computes with a bf16 copy of the weights.")
-        if default_precision(engine, hardware) is Precision.FP32:
-            notes.append(f"{SLOW_BF16} Use fp32.")
+    notes = [_micro_batch_note(engine, training, micro_batch), *_form_notes(form)]
+    if training.precision is Precision.BF16 and default_precision(engine, hardware) is Precision.FP32:
+        notes.append(f"{SLOW_BF16} Use fp32.")
     return Plan(
         model=model_name,
         parameters=workload.parameters,
@@ -81,12 +81,13 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         hardware_digest=hardware.digest,
         device=gpu.uuid if gpu is not None else (engine.device if engine.device.startswith("cpu") else "cpu"),
         precision=str(training.precision),
+        states=str(form),
         batch_size=training.batch_size,
         micro_batch_size=micro_batch,
         sequence_length=training.sequence_length,
         slots=PARAMETER_SLOTS,
         tiers=(gpu_plan, ram_plan, ssd_plan),
-        ssd_bytes_per_step=ssd_bytes_per_step(sizes, training.precision),
+        ssd_bytes_per_step=ssd_bytes_per_step(sizes, form),
         notes=tuple(notes),
     )
 
@@ -159,7 +160,7 @@ def _memory(
 ) -> tuple[TierPlan, TierPlan]:
     """The GPU's and the host's plan; on the CPU the device's items are the host's."""
     on_device = device_items(sizes, training.batch_size, training.sequence_length, micro_batch)
-    on_host = host_items(sizes, training.precision, on_gpu=gpu is not None)
+    on_host = host_items(sizes, StateForm.of(training.precision, engine.states), on_gpu=gpu is not None)
     host_bytes = max(0, hardware.ram.free_bytes - RAM_RESERVE_BYTES)
     if engine.host_memory_bytes is not None:
         host_bytes = min(host_bytes, engine.host_memory_bytes)
@@ -192,6 +193,15 @@ def _micro_batch_note(engine: EngineSection, training: TrainingSection, micro_ba
     if micro_batch == training.batch_size:
         return "The whole batch runs through a block at once."
     return f"A micro-batch of {micro_batch} is the largest that fits."
+
+
+def _form_notes(form: StateForm) -> list[str]:
+    notes = []
+    if form.is_split:
+        notes.append("The device computes with the bf16 halves of the master weights; the remainders keep all 32 bits of them.")
+    if form.has_8bit_moments:
+        notes.append("Moments are kept in 8 bits: the updates are close to AdamW's, not equal.")
+    return notes
 
 
 def _capacity_error(name: str, plan: TierPlan, remedy: str) -> CapacityError:

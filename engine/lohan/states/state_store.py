@@ -12,75 +12,22 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import torch
 
-from lohan.config import Precision
+from lohan._native import ThreadPool, join_master, split_master
 from lohan.errors import CapacityError, StorageError
 from lohan.memory.store import Store, StoreFile, Transfer
-from lohan.planning.plan import Tier
+from lohan.states.streams import Stream, master_streams, place_chunks, weights_stream
 from lohan.units import format_bytes
 
 if TYPE_CHECKING:
+    from lohan.planning.state_form import StateForm
     from lohan.states.layout import Chunk, ParameterLayout, UnitLayout
 
 FOLDER = "lohan-states"
-_BLOCK_BYTES = 4096  # the coarsest alignment O_DIRECT asks for
-
-
-class Stream(StrEnum):
-    """What is kept per parameter. A stream's file is `<directory>/lohan-states/<stream>.bin`."""
-
-    MASTER = "master"
-    """fp32; in fp32 mode it is the working copy too."""
-    FIRST_MOMENT = "first_moment"
-    """fp32."""
-    SECOND_MOMENT = "second_moment"
-    """fp32."""
-    WEIGHTS = "weights"
-    """The working copy in bf16; absent in fp32 mode."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self is Stream.WEIGHTS else torch.float32
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a chunk's stream lies."""
-
-    tier: Tier
-    directory: int
-    offset_bytes: int
-
-
-def streams_of(chunk: Chunk, precision: Precision) -> tuple[Stream, ...]:
-    """The streams a chunk has: frozen chunks have only their working copy."""
-    if precision is Precision.FP32:
-        return (Stream.MASTER, Stream.FIRST_MOMENT, Stream.SECOND_MOMENT) if chunk.trainable else (Stream.MASTER,)
-    return tuple(Stream) if chunk.trainable else (Stream.WEIGHTS,)
-
-
-def place_chunks(
-    layouts: Sequence[UnitLayout], precision: Precision, directories: int
-) -> tuple[dict[tuple[int, int, Stream], Place], dict[tuple[int, Stream], int]]:
-    """Spread all chunks over the directories; returns the table by (unit, chunk, stream) and the files' sizes by (directory, stream)."""
-    table: dict[tuple[int, int, Stream], Place] = {}
-    sizes: dict[tuple[int, Stream], int] = {}
-    turn = 0
-    for layout in layouts:
-        for chunk in layout.chunks:
-            directory = turn % directories
-            turn += 1
-            for stream in streams_of(chunk, precision):
-                offset = sizes.get((directory, stream), 0)
-                table[layout.index, chunk.index, stream] = Place(Tier.SSD, directory, offset)
-                sizes[directory, stream] = offset + -(-chunk.length * stream.dtype.itemsize // _BLOCK_BYTES) * _BLOCK_BYTES
-    return table, sizes
 
 
 class StateStore:
@@ -88,14 +35,24 @@ class StateStore:
 
     Opening overwrites what an earlier run left in the directories. A directory is locked while it is open.
 
+    Args:
+        layouts: all units, by index.
+        directories: where the files lie; chunks go round robin over them.
+        form: which streams there are.
+        store: opens the files.
+        threads: for splitting and joining masters.
+
     Raises:
         CapacityError: the directories' file systems have too little space.
         StorageError: a directory cannot be made, is in use by another run, or a file operation failed.
     """
 
-    def __init__(self, layouts: Sequence[UnitLayout], directories: Sequence[Path], precision: Precision, store: Store) -> None:
-        self._layouts, self._precision, self._io = layouts, precision, store
-        self._table, sizes = place_chunks(layouts, precision, len(directories))
+    def __init__(
+        self, layouts: Sequence[UnitLayout], directories: Sequence[Path], form: StateForm, store: Store, *, threads: int = 1
+    ) -> None:
+        self.form = form
+        self._pool = ThreadPool(threads)
+        self._table, sizes = place_chunks(layouts, form, len(directories))
         self._counter = threading.Lock()
         self.bytes_read = 0
         self.bytes_written = 0
@@ -116,15 +73,15 @@ class StateStore:
     @property
     def weights_stream(self) -> Stream:
         """The stream the device computes with."""
-        return Stream.MASTER if self._precision is Precision.FP32 else Stream.WEIGHTS
+        return weights_stream(self.form)
 
     def read(self, layout: UnitLayout, chunk: Chunk, stream: Stream, target: torch.Tensor, *, urgent: bool = False) -> Transfer:
-        """Start filling `target` (1-D, `chunk.length` elements of the stream's dtype)."""
+        """Start filling `target` (1-D, `stream.length(chunk.length)` elements of the stream's dtype)."""
         return self._read(layout, chunk, stream, 0, target, urgent=urgent)
 
     def write(self, layout: UnitLayout, chunk: Chunk, stream: Stream, source: torch.Tensor) -> Transfer:
-        """Start writing `source` (1-D, `chunk.length` elements of the stream's dtype)."""
-        assert source.numel() == chunk.length and source.dtype is stream.dtype
+        """Start writing `source` (1-D, `stream.length(chunk.length)` elements of the stream's dtype)."""
+        assert source.numel() == stream.length(chunk.length) and source.dtype is stream.dtype
         place = self._table[layout.index, chunk.index, stream]
         with self._counter:
             self.bytes_written += source.nbytes
@@ -139,18 +96,23 @@ class StateStore:
 
     def read_parameter(self, layout: UnitLayout, parameter: ParameterLayout) -> torch.Tensor:
         """A parameter's most exact value, in its shape: fp32 from the master, or the working copy's dtype where it is frozen."""
-        stream = Stream.MASTER if parameter.trainable else self.weights_stream
-        result = torch.empty(parameter.elements, dtype=stream.dtype)
+        streams = master_streams(self.form) if parameter.trainable else (self.weights_stream,)
+        parts = [torch.empty(parameter.elements, dtype=stream.dtype) for stream in streams]
         transfers, done = [], 0
         for chunk in layout.chunks:
             start = max(parameter.offset, chunk.offset)
             length = min(parameter.offset + parameter.elements, chunk.offset + chunk.length) - start
             if length > 0:
-                transfers.append(self._read(layout, chunk, stream, start - chunk.offset, result[done : done + length], urgent=True))
+                for stream, part in zip(streams, parts, strict=True):
+                    transfers.append(self._read(layout, chunk, stream, start - chunk.offset, part[done : done + length], urgent=True))
                 done += length
         for transfer in transfers:
             transfer.wait()
-        return result.view(parameter.shape)
+        if len(parts) == 1:
+            return parts[0].view(parameter.shape)
+        master = torch.empty(parameter.elements)
+        join_master(parts[0], parts[1], master, pool=self._pool)
+        return master.view(parameter.shape)
 
     def load_unit(self, layout: UnitLayout, read: Callable[[int], torch.Tensor]) -> None:
         """Fill a unit's streams from `read(parameter index)`, which returns the parameter on the CPU; moments stay zero.
@@ -166,17 +128,24 @@ class StateStore:
                     held, values = piece.parameter, read(piece.parameter).reshape(-1)
                 start = chunk.offset + piece.offset - place.offset
                 master[piece.offset : piece.offset + piece.length].copy_(values[start : start + piece.length])
-            streams = [stream for stream in streams_of(chunk, self._precision) if stream in (Stream.MASTER, Stream.WEIGHTS)]
-            transfers = [self.write(layout, chunk, stream, master.to(stream.dtype)) for stream in streams]
-            for transfer in transfers:
+            parts = self._divide(master) if chunk.trainable else {self.weights_stream: master.to(self.weights_stream.dtype)}
+            for transfer in [self.write(layout, chunk, stream, part) for stream, part in parts.items()]:
                 transfer.wait()
+
+    def _divide(self, master: torch.Tensor) -> dict[Stream, torch.Tensor]:
+        """`master` (fp32) as the streams it is kept in."""
+        if not self.form.is_split:
+            return {Stream.MASTER: master}
+        weights, remainder = (torch.empty(master.numel(), dtype=stream.dtype) for stream in master_streams(self.form))
+        split_master(master, weights, remainder, pool=self._pool)
+        return {Stream.WEIGHTS: weights, Stream.REMAINDER: remainder}
 
     def close(self) -> None:
         """Close the files and give the directories free; the files stay."""
         self._resources.close()
 
     def _read(self, layout: UnitLayout, chunk: Chunk, stream: Stream, skip: int, target: torch.Tensor, *, urgent: bool) -> Transfer:
-        assert target.dtype is stream.dtype and skip + target.numel() <= chunk.length
+        assert target.dtype is stream.dtype and skip + target.numel() <= stream.length(chunk.length)
         place = self._table[layout.index, chunk.index, stream]
         with self._counter:
             self.bytes_read += target.nbytes

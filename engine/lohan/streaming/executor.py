@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
-from lohan.config import Precision
+from lohan.config import Precision, States
 from lohan.errors import ConfigError
 from lohan.models.blocks import find_units
 from lohan.planning.plan import Tier
@@ -154,6 +154,7 @@ def init(
     micro_batch_size: int | None = None,
     device: str = "auto",
     precision: Precision = Precision.BF16,
+    states: States = States.AUTO,
     weights: WeightSource | None = None,
     plan: Plan | None = None,
     slots: int | None = None,
@@ -175,6 +176,7 @@ def init(
         micro_batch_size: rows that run through a block at once; None takes the plan's, else all rows.
         device: auto, cpu, cuda, cuda:N or a GPU's UUID.
         precision: bf16 computes in bf16 with fp32 master weights; fp32 computes in fp32.
+        states: moments in fp32, or in 8 bits.
         weights: where the weights come from; None takes those in the model.
         plan: gives micro-batch and slots where they are None, and bounds the host memory for slots, gradients and states.
         slots: parameter buffers on the device, at least 2; None takes the plan's, else 3.
@@ -201,6 +203,7 @@ def init(
         [Path(directory) for directory in state_directories],
         device=torch_device,
         precision=precision,
+        states=states,
         slots=slots,
         threads=threads,
         debug=debug,

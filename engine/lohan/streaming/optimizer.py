@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan._native import AdamSegment, AdamState, ThreadPool, adamw_update, gradient_norm
-from lohan.config import Precision
 from lohan.errors import EngineError
-from lohan.states.state_store import Stream
+from lohan.states.streams import Stream, trainable_streams
 from lohan.streaming.gradients import HostGradient
 from lohan.streaming.pending import Failure, PendingUpdates
 
@@ -80,14 +79,8 @@ class UnitUpdate:
     unwritten_chunks: int = 0
 
 
-@dataclass(slots=True)
-class _Buffers:
-    """Host memory for one chunk's states."""
-
-    master: torch.Tensor
-    first_moment: torch.Tensor
-    second_moment: torch.Tensor
-    weights: torch.Tensor | None
+_Buffers = dict[Stream, torch.Tensor]
+"""Host memory for one chunk's states."""
 
 
 @dataclass(slots=True)
@@ -151,21 +144,14 @@ class OptimizerWorker:
         failure: Failure,
         give_back: Callable[[HostGradient], None],
         *,
-        precision: Precision,
         chunk_elements: int,
         threads: int,
     ) -> None:
         self._store, self._pending, self._failure, self._give_back = store, pending, failure, give_back
         self._pool = ThreadPool(threads)
-        with_weights = precision is Precision.BF16
-        allocate = partial(arena.allocate, chunk_elements, holder="optimizer staging")
-        self._free = [
-            _Buffers(
-                master=allocate(torch.float32),
-                first_moment=allocate(torch.float32),
-                second_moment=allocate(torch.float32),
-                weights=allocate(torch.bfloat16) if with_weights else None,
-            )
+        allocate = partial(arena.allocate, holder="optimizer staging")
+        self._free: list[_Buffers] = [
+            {stream: allocate(stream.length(chunk_elements), stream.dtype) for stream in trainable_streams(store.form)}
             for _ in range(_CHUNKS_IN_FLIGHT)
         ]
         self._updates: queue.SimpleQueue[UnitUpdate | None] = queue.SimpleQueue()
@@ -259,33 +245,21 @@ class OptimizerWorker:
 
     def _start_reading(self, update: UnitUpdate, chunk: Chunk) -> _Job:
         job = _Job(update, chunk, self._free.pop())
-        streams = _state_streams(job.buffers)
-        if job.buffers.weights is not None and len(update.segments[chunk.index]) < len(list(update.layout.pieces(chunk))):
-            # Parameters without a gradient keep their weights, and the chunk is written back whole.
-            streams.append((Stream.WEIGHTS, job.buffers.weights))
-        for stream, buffer in streams:
-            job.transfers.append(self._store.read(update.layout, chunk, stream, buffer[: chunk.length]))
+        for stream, part in _parts(job.buffers, chunk).items():
+            job.transfers.append(self._store.read(update.layout, chunk, stream, part))
         return job
 
     def _update(self, job: _Job) -> None:
         for transfer in job.transfers:
             transfer.wait()
-        update, chunk, buffers = job.update, job.chunk, job.buffers
-        part = slice(chunk.offset, chunk.offset + chunk.length)
-        state = AdamState(
-            master=buffers.master[: chunk.length],
-            weights=None if buffers.weights is None else buffers.weights[: chunk.length],
-            first_moment=buffers.first_moment[: chunk.length],
-            second_moment=buffers.second_moment[: chunk.length],
-        )
-        adamw_update(update.segments[chunk.index], update.gradients.buffer[part], state, pool=self._pool)
+        update, chunk = job.update, job.chunk
+        states = _parts(job.buffers, chunk)
+        gradients = update.gradients.buffer[chunk.offset : chunk.offset + chunk.length]
+        adamw_update(update.segments[chunk.index], gradients, make_adam_state(states), pool=self._pool)
         update.unread_chunks -= 1
         if update.unread_chunks == 0:
             self._give_back(update.gradients)
-        streams = _state_streams(buffers)
-        if buffers.weights is not None:
-            streams.append((Stream.WEIGHTS, buffers.weights))
-        job.transfers = [self._store.write(update.layout, chunk, stream, buffer[: chunk.length]) for stream, buffer in streams]
+        job.transfers = [self._store.write(update.layout, chunk, stream, part) for stream, part in states.items()]
 
     def _finish_writing(self, job: _Job) -> None:
         for transfer in job.transfers:
@@ -302,8 +276,17 @@ class OptimizerWorker:
         self._chunks.clear()
 
 
-def _state_streams(buffers: _Buffers) -> list[tuple[Stream, torch.Tensor]]:
-    return [(Stream.MASTER, buffers.master), (Stream.FIRST_MOMENT, buffers.first_moment), (Stream.SECOND_MOMENT, buffers.second_moment)]
+def _parts(buffers: _Buffers, chunk: Chunk) -> _Buffers:
+    """What `chunk` needs of each buffer."""
+    return {stream: buffer[: stream.length(chunk.length)] for stream, buffer in buffers.items()}
+
+
+_CODED = {Stream.FIRST_CODES: "first_moment", Stream.SECOND_CODES: "second_moment"}
+
+
+def make_adam_state(streams: Mapping[Stream, torch.Tensor]) -> AdamState:
+    """The native core's view of a chunk's states; it takes 8-bit codes in place of moments."""
+    return AdamState(**{_CODED.get(stream, str(stream)): tensor for stream, tensor in streams.items()})
 
 
 def check_optimizer(optimizer: Any, trainable: Sequence[tuple[str, torch.nn.Parameter]], known: Sequence[torch.nn.Parameter]) -> list[int]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lohan.config import Precision
+from lohan.config import Precision, States
 from lohan.memory.arena import Arena
 from lohan.memory.store import Store
+from lohan.planning.state_form import StateForm
 from lohan.states.state_store import StateStore
 from lohan.streaming.gradients import GradientOffload
 from lohan.streaming.optimizer import OptimizerWorker
@@ -40,6 +41,7 @@ class Stages:
         *,
         device: torch.device,
         precision: Precision,
+        states: States,
         slots: int,
         threads: int,
         debug: DebugMode,
@@ -56,7 +58,7 @@ class Stages:
             stack.callback(self.arena.close)
             store = Store.measured(directories)
             stack.callback(store.close)
-            self.states = StateStore(layouts, directories, precision, store)
+            self.states = StateStore(layouts, directories, StateForm.of(precision, states), store, threads=threads)
             stack.callback(self.states.close)
             load(self.states)
             self.stream = ParameterStream(
@@ -79,7 +81,6 @@ class Stages:
                 self.pending,
                 self.failure,
                 self.offload.give_back,
-                precision=precision,
                 chunk_elements=max(trainable_chunks),
                 threads=threads,
             )

@@ -93,6 +93,7 @@ class Attempt:
                 state_directories=self._state_directories,
                 device=plan.device,
                 precision=training.precision,
+                states=engine.states,
                 weights=ReportedWeights(weights, self._reporter, self._stop),
                 plan=plan,
                 threads=engine.threads,

@@ -102,7 +102,7 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
 
 
 def remove_states(directories: Sequence[Path]) -> None:
-    """Remove the states that an attempt left: without durability nothing goes on from them, and they are 14 bytes a parameter.
+    """Remove the states that an attempt left: without durability nothing goes on from them, and they are up to 12 bytes a parameter.
 
     A directory that another run has locked is left alone.
     """
