@@ -37,7 +37,7 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
     "lohan.planning": ("lohan.hardware",),
     "lohan.data": (),
     "lohan.memory": ("lohan.hardware",),
-    "lohan.states": ("lohan.memory", "lohan.planning"),
+    "lohan.states": ("lohan.memory", "lohan.planning", "lohan.hardware"),
     "lohan.models": ("lohan.planning", "lohan.states"),
     "lohan.streaming": ("lohan.memory", "lohan.states", "lohan.models", "lohan.planning"),
     "lohan.training": ("lohan.hardware", "lohan.planning", "lohan.data", "lohan.states", "lohan.models", "lohan.streaming", "lohan"),
@@ -49,10 +49,10 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
 # The engine knows no web and no database.
 ENGINE_NEVER = ("lohan_app", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "celery", "kombu", "redis", "pydantic_settings")
 
-# The native core: bytes through the store and the arena, numbers through the optimizer and the state store (split masters).
+# The native core: bytes through the store and the arena, numbers through the optimizer and the state store (split masters, checksums).
 # `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct; `lohan bench` measures it.
 NATIVE_USERS = {
-    *("lohan.memory.store", "lohan.memory.arena", "lohan.states.state_store", "lohan.streaming.optimizer"),
+    *("lohan.memory.store", "lohan.memory.arena", "lohan.states.state_store", "lohan.states.record", "lohan.streaming.optimizer"),
     "lohan_app.worker.native_findings",
     *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.passes", "lohan.bench.striping"),
 }

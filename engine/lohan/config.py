@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 
 from lohan.errors import ConfigError
 
@@ -29,6 +29,23 @@ class States(StrEnum):
     """In fp32."""
     EIGHT_BIT = "8bit"
     """In 8 bits with a scale per 256: half the bytes of all states, and updates that are not exactly AdamW's."""
+
+
+class Durability(StrEnum):
+    """What a run can be resumed from."""
+
+    STEP = "step"
+    """Every step: the state files have two slots, and a step is committed as a whole. Twice the space, no further traffic."""
+    NONE = "none"
+    """Nothing: states are updated in place, and a run that is interrupted starts again from the base model."""
+
+
+class UnsafeFilesystems(StrEnum):
+    """Whether states may lie on file systems that keep them in memory, copy on write, or go with a container."""
+
+    REFUSE = "refuse"
+    ALLOW = "allow"
+    """For trials, tests and benchmarks."""
 
 
 class Schedule(StrEnum):
@@ -89,12 +106,25 @@ class EngineSection(_Section):
     """Where master weights and moments live, one folder per drive; none means `states/` in the run's folder."""
     states: States = States.AUTO
     """`auto` keeps moments in fp32 (12 bytes a parameter with the master weights), `8bit` in 8 bits (6.03 bytes)."""
+    durability: Durability = Durability.NONE
+    """`step` commits every step, for twice the space on the drives; `none` keeps nothing to resume from."""
+    ram_state_bytes: Annotated[int, Field(ge=0)] = 0
+    """Host memory for model states, the first units' first; the others (with durability `step` all of them) lie on the drives."""
+    unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE
+    """`allow` takes state directories on tmpfs, and with durability `step` on btrfs or a container's layer: for trials and benchmarks."""
     gpu_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Cap on the GPU's memory; None means what is free."""
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Cap on the host memory the run may hold; None means what is free."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads for the optimizer and for `device = "cpu"`; 0 means all this process may use."""
+
+    @field_validator("durability", mode="before")
+    @classmethod
+    def _snapshots_are_not_offered(cls, value: object) -> object:
+        if value == "snapshot":
+            raise ValueError("snapshot is not offered yet; use step, which can resume from every step, or none")
+        return value
 
 
 class OutputSection(_Section):

@@ -75,6 +75,10 @@ class StorageError(LohanError, OSError):
         self.offset = offset
 
 
+class ResumeError(LohanError, ValueError):
+    """What a run was to go on from is missing, damaged, or belongs to something else; the message says which, `place` which file."""
+
+
 class EngineError(LohanError, RuntimeError):
     """The engine was used in a way it cannot honour, or one of its background stages failed; no state was changed after it."""
 

@@ -14,7 +14,8 @@ from lohan.memory.store import Store
 from lohan.planning.state_form import StateForm
 from lohan.planning.workload import UnitKind
 from lohan.states.layout import PARAMETER_ALIGNMENT, UNIT_ALIGNMENT, ParameterSpecification, layout_unit
-from lohan.states.state_store import FOLDER, StateStore
+from lohan.states.record import FOLDER
+from lohan.states.state_store import StateStore
 from lohan.states.streams import Stream, place_chunks, streams_of, trainable_streams
 
 shapes = st.lists(st.integers(1, 60), min_size=0, max_size=3).map(tuple)
@@ -58,10 +59,10 @@ def test_chunks_of_an_odd_size_are_refused():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(parameters, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(list(StateForm)))
-def test_places_never_overlap_and_go_round_robin(drawn, directories, form):
+@given(st.lists(parameters, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from(list(StateForm)), st.integers(1, 2))
+def test_places_never_overlap_and_go_round_robin(drawn, directories, form, slots):
     layouts = [make_layout(unit, index=index) for index, unit in enumerate(drawn)]
-    table, sizes = place_chunks(layouts, form, directories)
+    table, sizes = place_chunks(layouts, form, directories, slots=slots)
     ends: dict[tuple[int, Stream], int] = {}
     turns = []
     for layout in layouts:
@@ -70,9 +71,11 @@ def test_places_never_overlap_and_go_round_robin(drawn, directories, form):
             places = [table[layout.index, chunk.index, stream] for stream in kept]
             turns.append(places[0].directory)
             for stream, place in zip(kept, places, strict=True):
-                assert place.offset_bytes % 4096 == 0
-                assert place.offset_bytes >= ends.get((place.directory, stream), 0)
-                ends[place.directory, stream] = place.offset_bytes + stream.size_bytes(chunk.length)
+                assert len(place.offsets_bytes) == (slots if chunk.trainable else 1)
+                for offset in place.offsets_bytes:
+                    assert offset % 4096 == 0
+                    assert offset >= ends.get((place.directory, stream), 0)
+                    ends[place.directory, stream] = offset + stream.size_bytes(chunk.length)
     assert turns == [number % directories for number in range(len(turns))]
     assert all(ends[key] <= sizes[key] for key in ends)
 

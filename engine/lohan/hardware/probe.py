@@ -240,7 +240,7 @@ def _state_directory(path: Path) -> StateDirectoryFacts:
     usage = psutil.disk_usage(str(existing))
     return StateDirectoryFacts(
         path=str(path),
-        filesystem=_filesystem_type(existing),
+        filesystem=filesystem_type(existing),
         drive=str(existing.stat().st_dev),
         total_bytes=usage.total,
         free_bytes=usage.free,
@@ -248,8 +248,8 @@ def _state_directory(path: Path) -> StateDirectoryFacts:
     )
 
 
-def _filesystem_type(path: Path) -> str:
-    """Type of the mount that `path` lies on."""
+def filesystem_type(path: Path) -> str:
+    """Type of the mount that `path` lies on, as the kernel names it (`ext4`, `overlay`); empty where that cannot be told."""
     resolved = path.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if resolved.is_relative_to(part.mountpoint)]
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""

@@ -1,73 +1,109 @@
-"""The model states on disk: master weights, moments and the working copy of every unit, in plain preallocated files.
+"""The model states: master weights, moments and the working copy of every unit, in plain preallocated files and in RAM.
 
 Each state directory holds one file per stream. A unit's chunks go round robin over the directories, so that reading one unit uses all
 drives. The table from (unit, chunk, stream) to a place is computed from the layouts, never searched.
+
+With `durability = step` a chunk has two slots in its file, and a step becomes the one to resume from in this order: data files synced,
+step record written and synced beside the old one, renamed over it, directory synced. RAM then only saves reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan._native import ThreadPool, join_master, split_master
-from lohan.errors import CapacityError, StorageError
+from lohan._native import ThreadPool, checksum, copy_with_checksum, join_master, split_master
+from lohan.config import Durability, UnsafeFilesystems
+from lohan.errors import ConfigError, EngineError, ResumeError
+from lohan.memory.arena import Arena
 from lohan.memory.store import Store, StoreFile, Transfer
-from lohan.states.streams import Stream, master_streams, place_chunks, weights_stream
-from lohan.units import format_bytes
+from lohan.states.preflight import check_filesystems, check_space, locked
+from lohan.states.record import FOLDER, Fingerprint, RecordFile, StepRecord
+from lohan.states.resident import Checked, Completed, ResidentChunks
+from lohan.states.slots import Part, SlotTable
+from lohan.states.streams import Stream, master_streams, place_chunks, streams_of, weights_stream
 
 if TYPE_CHECKING:
     from lohan.planning.state_form import StateForm
     from lohan.states.layout import Chunk, ParameterLayout, UnitLayout
 
-FOLDER = "lohan-states"
-
 
 class StateStore:
     """The streams of all units. Reads and writes may come from any thread; a caller orders those that touch the same chunk.
 
-    Opening overwrites what an earlier run left in the directories. A directory is locked while it is open.
+    New states are at step 0 and belong to `load_unit` until `commit(0, …)`; after that a step is `begin_step`, its writes, `commit`.
+    Reads see the newest writes, committed or not. With durability `none` nothing is kept and the order is not checked.
 
     Args:
         layouts: all units, by index.
-        directories: where the files lie; chunks go round robin over them.
+        directories: where the files lie; chunks go round robin over them. Each is locked while it is open.
         form: which streams there are.
         store: opens the files.
-        threads: for splitting and joining masters.
+        durability: what can be resumed.
+        ram_bytes: of host memory for chunks: the first units'. With durability `none` these have no place in the files.
+        resume: go on from the step record that is there; otherwise what an earlier run left is overwritten.
+        arena: where that memory comes from; None: an account of its own.
+        threads: for checksums and for splitting and joining masters.
+        unsafe_filesystems: whether the directories' file systems are checked.
 
     Raises:
-        CapacityError: the directories' file systems have too little space.
+        CapacityError: the directories' file systems, or host memory, have too little space.
+        ConfigError: a directory is on a file system that does not suit states, or there is nothing to resume with durability `none`.
+        ResumeError: the states to resume are missing, damaged, or belong to something else.
         StorageError: a directory cannot be made, is in use by another run, or a file operation failed.
     """
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], directories: Sequence[Path], form: StateForm, store: Store, *, threads: int = 1
+        self,
+        layouts: Sequence[UnitLayout],
+        directories: Sequence[Path],
+        form: StateForm,
+        store: Store,
+        *,
+        durability: Durability = Durability.NONE,
+        ram_bytes: int = 0,
+        resume: bool = False,
+        arena: Arena | None = None,
+        threads: int = 1,
+        unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
     ) -> None:
-        self.form = form
+        self.form, self.durability = form, durability
+        self.record: StepRecord | None = None  # what was resumed
         self._pool = ThreadPool(threads)
-        self._table, sizes = place_chunks(layouts, form, len(directories))
         self._counter = threading.Lock()
         self.bytes_read = 0
         self.bytes_written = 0
         self._files: dict[tuple[int, Stream], StoreFile] = {}
+        self._unsynced: set[tuple[int, Stream]] = set()
+        self._slots = SlotTable()
+        self._zero_sums: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._step = -1
+        self._open_step: int | None = 0
+        self._ended = ""
+        if resume and durability is Durability.NONE:
+            raise ConfigError("there is nothing to resume with durability none", place="engine.durability", remedy="Start the run anew.")
         with contextlib.ExitStack() as stack:
             folders = [directory / FOLDER for directory in directories]
             for folder in folders:
-                stack.enter_context(_locked(folder))
-            _remove_leftovers(folders)
-            _check_space(folders, sizes)
-            for (directory, stream), size_bytes in sizes.items():
-                # A new file: space that was never written reads as zeros, which is what moments start from.
-                file = store.open(folders[directory] / f"{stream}.bin", size_bytes=size_bytes)
-                stack.callback(file.close)
-                self._files[directory, stream] = file
+                stack.enter_context(locked(folder))
+            check_filesystems(folders, durability, unsafe_filesystems)
+            self._resident = ResidentChunks(layouts, form, arena or stack.enter_context(Arena()), ram_bytes)
+            stack.callback(self._resident.free)
+            in_memory_alone = self._resident.chunks if durability is Durability.NONE else ()
+            slots = 1 if durability is Durability.NONE else 2
+            self._table, sizes = place_chunks(layouts, form, len(directories), slots=slots, without=in_memory_alone)
+            self._record_file = RecordFile(folders, Fingerprint.of(layouts, form, len(directories)))
+            if resume:
+                self._reopen(folders, sizes, store, stack)
+            else:
+                self._begin(folders, sizes, store, stack)
             self._resources = stack.pop_all()
 
     @property
@@ -76,16 +112,43 @@ class StateStore:
         return weights_stream(self.form)
 
     def read(self, layout: UnitLayout, chunk: Chunk, stream: Stream, target: torch.Tensor, *, urgent: bool = False) -> Transfer:
-        """Start filling `target` (1-D, `stream.length(chunk.length)` elements of the stream's dtype)."""
+        """Start filling `target` (1-D, `stream.length(chunk.length)` elements of the stream's dtype).
+
+        Waiting for it raises ResumeError where resumed bytes are not those that were committed.
+        """
         return self._read(layout, chunk, stream, 0, target, urgent=urgent)
 
     def write(self, layout: UnitLayout, chunk: Chunk, stream: Stream, source: torch.Tensor) -> Transfer:
-        """Start writing `source` (1-D, `stream.length(chunk.length)` elements of the stream's dtype)."""
+        """Start writing `source` (1-D, `stream.length(chunk.length)` elements of the stream's dtype), which may be `resident` memory.
+
+        Raises:
+            EngineError: durability is `step`, and no step is open.
+        """
         assert source.numel() == stream.length(chunk.length) and source.dtype is stream.dtype
-        place = self._table[layout.index, chunk.index, stream]
-        with self._counter:
-            self.bytes_written += source.nbytes
-        return self._files[place.directory, stream].write(place.offset_bytes, source)
+        part = (layout.index, chunk.index, stream)
+        memory = self._resident.get(part)
+        is_in_place = memory is not None and memory.data_ptr() == source.data_ptr()
+        if self.durability is Durability.NONE:
+            if memory is None:
+                return self._write_file(part, 0, source)
+            if not is_in_place:
+                memory.copy_(source)
+            return Completed()
+        with self._changed:
+            if self._open_step is None or self._ended:
+                raise EngineError(f"states are written outside a step{self._ended and f': {self._ended}'}", place=layout.name)
+        to_copy = memory is not None and not is_in_place
+        total = copy_with_checksum(memory, source, pool=self._pool) if to_copy else checksum(source, pool=self._pool)
+        return self._write_file(part, self._slots.write(part, total), source)
+
+    def resident(self, layout: UnitLayout, chunk: Chunk) -> dict[Stream, torch.Tensor] | None:
+        """The chunk's own memory, stream by stream, or None where it has none: to update in place and then `write` from.
+
+        Its contents are those of the newest write. `rollback` brings them back from the files.
+        """
+        if (layout.index, chunk.index) not in self._resident.chunks:
+            return None
+        return {stream: self._resident.parts[layout.index, chunk.index, stream] for stream in streams_of(chunk, self.form)}
 
     def read_weights(self, layout: UnitLayout, target: torch.Tensor) -> list[tuple[Chunk, Transfer]]:
         """Start reading a unit's working copy into the flat `target`, ahead of the optimizer's transfers."""
@@ -97,25 +160,25 @@ class StateStore:
     def read_parameter(self, layout: UnitLayout, parameter: ParameterLayout) -> torch.Tensor:
         """A parameter's most exact value, in its shape: fp32 from the master, or the working copy's dtype where it is frozen."""
         streams = master_streams(self.form) if parameter.trainable else (self.weights_stream,)
-        parts = [torch.empty(parameter.elements, dtype=stream.dtype) for stream in streams]
+        halves = [torch.empty(parameter.elements, dtype=stream.dtype) for stream in streams]
         transfers, done = [], 0
         for chunk in layout.chunks:
             start = max(parameter.offset, chunk.offset)
             length = min(parameter.offset + parameter.elements, chunk.offset + chunk.length) - start
             if length > 0:
-                for stream, part in zip(streams, parts, strict=True):
-                    transfers.append(self._read(layout, chunk, stream, start - chunk.offset, part[done : done + length], urgent=True))
+                for stream, half in zip(streams, halves, strict=True):
+                    transfers.append(self._read(layout, chunk, stream, start - chunk.offset, half[done : done + length], urgent=True))
                 done += length
         for transfer in transfers:
             transfer.wait()
-        if len(parts) == 1:
-            return parts[0].view(parameter.shape)
+        if len(halves) == 1:
+            return halves[0].view(parameter.shape)
         master = torch.empty(parameter.elements)
-        join_master(parts[0], parts[1], master, pool=self._pool)
+        join_master(halves[0], halves[1], master, pool=self._pool)
         return master.view(parameter.shape)
 
     def load_unit(self, layout: UnitLayout, read: Callable[[int], torch.Tensor]) -> None:
-        """Fill a unit's streams from `read(parameter index)`, which returns the parameter on the CPU; moments stay zero.
+        """Fill a unit's streams from `read(parameter index)`, which returns the parameter on the CPU; moments are zero.
 
         Holds one parameter and one chunk at a time.
         """
@@ -129,8 +192,126 @@ class StateStore:
                 start = chunk.offset + piece.offset - place.offset
                 master[piece.offset : piece.offset + piece.length].copy_(values[start : start + piece.length])
             parts = self._divide(master) if chunk.trainable else {self.weights_stream: master.to(self.weights_stream.dtype)}
-            for transfer in [self.write(layout, chunk, stream, part) for stream, part in parts.items()]:
+            transfers = [self.write(layout, chunk, stream, part) for stream, part in parts.items()]
+            for stream in streams_of(chunk, self.form):
+                if stream not in parts:
+                    self._set_zero((layout.index, chunk.index, stream), stream.size_bytes(chunk.length))
+            for transfer in transfers:
                 transfer.wait()
+
+    def begin_step(self, step: int) -> None:
+        """Allow the writes of `step`, which come after the record of the step before is durable: this waits for it.
+
+        Raises:
+            EngineError: the step is committed already or another one is open, or a commit failed meanwhile.
+        """
+        if self.durability is Durability.NONE:
+            self._open_step = step
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._step >= step - 1)
+            if self._ended or self._open_step not in (None, step) or step != self._step + 1:
+                raise EngineError(f"step {step} cannot begin: {self._ended or f'step {self._step} is committed'}")
+            self._open_step = step
+
+    def commit(self, step: int, payload: Mapping[str, Any]) -> None:
+        """Make `step` the one that is resumed from, with `payload` (JSON values). All its transfers must have ended. Blocks.
+
+        Raises:
+            EngineError: `step` is not the one that was begun, or `payload` is not JSON.
+            StorageError: the file system refused. Which step is resumed is then open, and this store takes no more writes.
+        """
+        if self.durability is Durability.NONE:
+            self._step, self._open_step = step, None
+            return
+        with self._changed:
+            if self._ended or self._open_step != step:
+                raise EngineError(f"step {step} cannot be committed: {self._ended or f'the step begun is {self._open_step}'}")
+        try:
+            for key in sorted(self._unsynced):
+                self._files[key].sync()
+            self._record_file.write(step, self._slots.newest(), payload)
+        except BaseException as error:
+            # After a failed sync nobody knows what is on the drive: the slots of either step may be the ones a reader will find.
+            self._end(f"the commit of step {step} failed ({error})")
+            raise
+        self._slots.commit()
+        self._unsynced.clear()
+        with self._changed:
+            self._step, self._open_step = step, None
+            self._changed.notify_all()
+
+    def rollback(self) -> None:
+        """Forget all writes since the last commit. A step that is open stays open. None of its transfers may be under way.
+
+        Raises:
+            EngineError: durability is `none`, or a commit failed.
+            StorageError, ResumeError: what lies in memory cannot be read back.
+        """
+        if self.durability is Durability.NONE or self._ended or self._step < 0:
+            raise EngineError(f"there is no step to go back to{self._ended and f': {self._ended}'}", remedy="Start the run anew.")
+        parts = self._slots.rollback()
+        self._fill_memory([part for part in parts if self._resident.get(part) is not None])
+
+    def close(self) -> None:
+        """Close the files, give memory back and the directories free; the files stay."""
+        self._end("the store is closed")
+        self._resources.close()
+
+    def _begin(self, folders: Sequence[Path], sizes: Mapping[tuple[int, Stream], int], store: Store, stack: contextlib.ExitStack) -> None:
+        """Make new files in place of an earlier run's."""
+        self._record_file.begin()
+        for folder in folders:
+            for stream in Stream:
+                (folder / f"{stream}.bin").unlink(missing_ok=True)
+        check_space(folders, sizes)
+        for (directory, stream), size_bytes in sizes.items():
+            # A new file: space that was never written reads as zeros, which is what moments start from.
+            file = store.open(folders[directory] / f"{stream}.bin", size_bytes=size_bytes)
+            stack.callback(file.close)
+            self._files[directory, stream] = file
+
+    def _reopen(self, folders: Sequence[Path], sizes: Mapping[tuple[int, Stream], int], store: Store, stack: contextlib.ExitStack) -> None:
+        """Open the files of the step record as they are."""
+        self.record, parts = self._record_file.read()
+        for (directory, stream), size_bytes in sizes.items():
+            path = folders[directory] / f"{stream}.bin"
+            found = path.stat().st_size if path.is_file() else None
+            if found != size_bytes:
+                raise ResumeError(
+                    "the state file is missing" if found is None else f"the state file has {found} bytes instead of {size_bytes}",
+                    place=str(path),
+                    remedy="Put the run's own file back, or start the run from the beginning.",
+                )
+            file = store.open(path)
+            stack.callback(file.close)
+            self._files[directory, stream] = file
+        self._slots.restore(parts)
+        self._step, self._open_step = self.record.step, None
+        self._fill_memory(list(self._resident.parts))
+
+    def _fill_memory(self, parts: Sequence[Part]) -> None:
+        """Read resident parts from the files."""
+        transfers = []
+        for part in parts:
+            memory = self._resident.parts[part]
+            transfers.append(self._read_file(part, 0, memory, whole=True, urgent=False))
+        for transfer in transfers:
+            transfer.wait()
+
+    def _set_zero(self, part: Part, size_bytes: int) -> None:
+        """Note that a part of new states is zero: its file is by itself."""
+        memory = self._resident.get(part)
+        if memory is not None:
+            memory.zero_()
+        if self.durability is Durability.STEP:
+            self._slots.write(part, self._checksum_of_zeros(size_bytes))
+            self._unsynced.add((self._table[part].directory, part[2]))
+
+    def _checksum_of_zeros(self, size_bytes: int) -> int:
+        if size_bytes not in self._zero_sums:
+            self._zero_sums[size_bytes] = checksum(torch.zeros(size_bytes, dtype=torch.uint8), pool=self._pool)
+        return self._zero_sums[size_bytes]
 
     def _divide(self, master: torch.Tensor) -> dict[Stream, torch.Tensor]:
         """`master` (fp32) as the streams it is kept in."""
@@ -140,61 +321,50 @@ class StateStore:
         split_master(master, weights, remainder, pool=self._pool)
         return {Stream.WEIGHTS: weights, Stream.REMAINDER: remainder}
 
-    def close(self) -> None:
-        """Close the files and give the directories free; the files stay."""
-        self._resources.close()
+    def _write_file(self, part: Part, slot: int, source: torch.Tensor) -> Transfer:
+        place = self._table[part]
+        with self._counter:
+            self.bytes_written += source.nbytes
+            self._unsynced.add((place.directory, part[2]))
+        return self._files[place.directory, part[2]].write(place.offsets_bytes[slot], source)
 
     def _read(self, layout: UnitLayout, chunk: Chunk, stream: Stream, skip: int, target: torch.Tensor, *, urgent: bool) -> Transfer:
         assert target.dtype is stream.dtype and skip + target.numel() <= stream.length(chunk.length)
-        place = self._table[layout.index, chunk.index, stream]
+        part = (layout.index, chunk.index, stream)
+        memory = self._resident.get(part)
+        if memory is not None:
+            target.copy_(memory[skip : skip + target.numel()])
+            return Completed()
+        is_whole = target.numel() == stream.length(chunk.length)
+        if not is_whole and self._slots.expected(part) is not None:
+            # The sum is of the whole: look at that once, and then read the stretch.
+            self._read_file(part, 0, torch.empty(stream.length(chunk.length), dtype=stream.dtype), whole=True, urgent=urgent).wait()
+        return self._read_file(part, skip * stream.dtype.itemsize, target, whole=is_whole, urgent=urgent)
+
+    def _read_file(self, part: Part, skip_bytes: int, target: torch.Tensor, *, whole: bool, urgent: bool) -> Transfer:
+        place = self._table[part]
         with self._counter:
             self.bytes_read += target.nbytes
-        file = self._files[place.directory, stream]
-        return file.read(place.offset_bytes + skip * stream.dtype.itemsize, target, urgent=urgent)
+        slot = self._slots.current(part)
+        transfer = self._files[place.directory, part[2]].read(place.offsets_bytes[slot] + skip_bytes, target, urgent=urgent)
+        expected = self._slots.expected(part) if whole else None
+        return transfer if expected is None else Checked(transfer, partial(self._verify, part, slot, expected, target))
 
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[IO[bytes]]:
-    """Make `folder` and hold its lock."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("ab")
-    except OSError as error:
-        raise StorageError(
-            f"the state directory cannot be used: {error.strerror}",
-            place=str(folder),
-            remedy="Name a folder on a local drive that this user may write to.",
-            errno=error.errno,
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StorageError(
-                "the state directory is in use by another run", place=str(folder), remedy="Use another folder.", errno=error.errno
-            ) from error
-        yield lock
-
-
-def _remove_leftovers(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        for stream in Stream:
-            (folder / f"{stream}.bin").unlink(missing_ok=True)
-
-
-def _check_space(folders: Sequence[Path], sizes: dict[tuple[int, Stream], int]) -> None:
-    needs: dict[int, tuple[Path, int]] = {}
-    for (directory, _), size_bytes in sizes.items():
-        folder = folders[directory]
-        device = os.stat(folder).st_dev  # noqa: PTH116 - directories on one file system share its space
-        needs[device] = (folder, needs.get(device, (folder, 0))[1] + size_bytes)
-    for folder, need in needs.values():
-        free = shutil.disk_usage(folder).free
-        if need > free:
-            raise CapacityError(
-                f"the model states need {format_bytes(need)}, {format_bytes(free)} are free",
-                need_bytes=need,
-                have_bytes=free,
-                place=str(folder),
-                remedy="Free space, or add a state directory on another drive.",
+    def _verify(self, part: Part, slot: int, expected: int, target: torch.Tensor) -> None:
+        found = checksum(target, pool=self._pool)
+        unit, chunk, stream = part
+        place = self._table[part]
+        if found != expected:
+            raise ResumeError(
+                f"{stream} of unit {unit}, chunk {chunk}, is not what was committed: checksum {found:08x} at byte"
+                f" {place.offsets_bytes[slot]}, {expected:08x} in the step record",
+                place=str(self._files[place.directory, stream].path),
+                remedy="The drive or the file is damaged: check the drive and start the run from the beginning.",
             )
+        self._slots.verified(part)
+
+    def _end(self, why: str) -> None:
+        """Take no more writes, and wake who waits for a step."""
+        with self._changed:
+            self._ended = self._ended or why
+            self._changed.notify_all()

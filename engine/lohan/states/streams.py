@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import torch
 
-from lohan.planning.plan import Tier
 from lohan.planning.state_form import SCALE_BLOCK, StateForm
 
 if TYPE_CHECKING:
@@ -65,11 +64,10 @@ _8BIT_MOMENTS = (Stream.FIRST_CODES, Stream.FIRST_SCALES, Stream.SECOND_CODES, S
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a chunk's stream lies."""
+    """Where a chunk's stream lies in the files of a directory: one offset per slot."""
 
-    tier: Tier
     directory: int
-    offset_bytes: int
+    offsets_bytes: tuple[int, ...]
 
 
 def weights_stream(form: StateForm) -> Stream:
@@ -93,18 +91,27 @@ def streams_of(chunk: Chunk, form: StateForm) -> tuple[Stream, ...]:
 
 
 def place_chunks(
-    layouts: Sequence[UnitLayout], form: StateForm, directories: int
+    layouts: Sequence[UnitLayout], form: StateForm, directories: int, *, slots: int = 1, without: Container[tuple[int, int]] = ()
 ) -> tuple[dict[tuple[int, int, Stream], Place], dict[tuple[int, Stream], int]]:
-    """Spread all chunks over the directories; returns the table by (unit, chunk, stream) and the files' sizes by (directory, stream)."""
+    """Spread chunks over the directories; returns the table by (unit, chunk, stream) and the files' sizes by (directory, stream).
+
+    Args:
+        slots: how many places a trainable chunk has; a frozen one, which is never written again, has one.
+        without: chunks, by (unit, chunk), that need no place.
+    """
     table: dict[tuple[int, int, Stream], Place] = {}
     sizes: dict[tuple[int, Stream], int] = {}
     turn = 0
     for layout in layouts:
         for chunk in layout.chunks:
+            if (layout.index, chunk.index) in without:
+                continue
             directory = turn % directories
             turn += 1
             for stream in streams_of(chunk, form):
-                offset = sizes.get((directory, stream), 0)
-                table[layout.index, chunk.index, stream] = Place(Tier.SSD, directory, offset)
-                sizes[directory, stream] = offset + -(-stream.size_bytes(chunk.length) // BLOCK_BYTES) * BLOCK_BYTES
+                start = sizes.get((directory, stream), 0)
+                step = -(-stream.size_bytes(chunk.length) // BLOCK_BYTES) * BLOCK_BYTES
+                offsets = tuple(start + slot * step for slot in range(slots if chunk.trainable else 1))
+                table[layout.index, chunk.index, stream] = Place(directory, offsets)
+                sizes[directory, stream] = start + len(offsets) * step
     return table, sizes

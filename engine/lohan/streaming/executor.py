@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
-from lohan.config import Precision, States
+from lohan.config import Durability, Precision, States, UnsafeFilesystems
 from lohan.errors import ConfigError
 from lohan.models.blocks import find_units
 from lohan.planning.plan import Tier
@@ -155,6 +155,10 @@ def init(
     device: str = "auto",
     precision: Precision = Precision.BF16,
     states: States = States.AUTO,
+    durability: Durability = Durability.NONE,
+    ram_state_bytes: int = 0,
+    unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
+    resume: bool = False,
     weights: WeightSource | None = None,
     plan: Plan | None = None,
     slots: int | None = None,
@@ -177,6 +181,10 @@ def init(
         device: auto, cpu, cuda, cuda:N or a GPU's UUID.
         precision: bf16 computes in bf16 with fp32 master weights; fp32 computes in fp32.
         states: moments in fp32, or in 8 bits.
+        durability: whether every step can be resumed, for twice the space, or none can.
+        ram_state_bytes: host memory for model states; the rest lies in the state directories.
+        unsafe_filesystems: whether the directories may lie on file systems that are no place for states.
+        resume: go on from the step record in the state directories; `weights` are then not read.
         weights: where the weights come from; None takes those in the model.
         plan: gives micro-batch and slots where they are None, and bounds the host memory for slots, gradients and states.
         slots: parameter buffers on the device, at least 2; None takes the plan's, else 3.
@@ -189,6 +197,7 @@ def init(
         EngineError: model or optimizer are in a state the engine cannot honour.
         ModelError: no blocks were found, or `weights` do not fit.
         CapacityError, StorageError: the state directories cannot hold the states.
+        ResumeError: there is no state to resume, it is damaged, or belongs to another model.
         CapacityError: host memory cannot hold what moves through it.
     """
     _check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
@@ -204,6 +213,10 @@ def init(
         device=torch_device,
         precision=precision,
         states=states,
+        durability=durability,
+        ram_state_bytes=ram_state_bytes,
+        unsafe_filesystems=unsafe_filesystems,
+        resume=resume,
         slots=slots,
         threads=threads,
         debug=debug,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lohan.config import Precision, States
+from lohan.config import Durability, Precision, States, UnsafeFilesystems
 from lohan.memory.arena import Arena
 from lohan.memory.store import Store
 from lohan.planning.state_form import StateForm
@@ -42,6 +42,10 @@ class Stages:
         device: torch.device,
         precision: Precision,
         states: States,
+        durability: Durability,
+        ram_state_bytes: int,
+        unsafe_filesystems: UnsafeFilesystems,
+        resume: bool,
         slots: int,
         threads: int,
         debug: DebugMode,
@@ -58,9 +62,22 @@ class Stages:
             stack.callback(self.arena.close)
             store = Store.measured(directories)
             stack.callback(store.close)
-            self.states = StateStore(layouts, directories, StateForm.of(precision, states), store, threads=threads)
+            self.states = StateStore(
+                layouts,
+                directories,
+                StateForm.of(precision, states),
+                store,
+                durability=durability,
+                ram_bytes=ram_state_bytes,
+                resume=resume,
+                arena=self.arena,
+                threads=threads,
+                unsafe_filesystems=unsafe_filesystems,
+            )
             stack.callback(self.states.close)
-            load(self.states)
+            if self.states.record is None:
+                load(self.states)
+                self.states.commit(0, {})
             self.stream = ParameterStream(
                 layouts, self.states, self.arena, self.pending, self.failure, order, device=device, dtype=working, slots=slots, debug=debug
             )

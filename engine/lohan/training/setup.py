@@ -19,7 +19,7 @@ from lohan.errors import DataError
 from lohan.events import Phase
 from lohan.models.tokenizer_files import write_tokenizer
 from lohan.models.weights import WeightSource
-from lohan.states.state_store import FOLDER as STATES
+from lohan.states.record import FOLDER as STATES
 from lohan.training.reporter import Reporter
 from lohan.training.stopping import StopWatch
 

@@ -1,0 +1,86 @@
+"""What is seen to before model states are written into a directory: nobody else uses it, and its file system will do and has room."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from lohan.config import Durability, UnsafeFilesystems
+from lohan.errors import CapacityError, ConfigError, StorageError
+from lohan.hardware.probe import filesystem_type
+from lohan.planning.filesystems import refusal
+from lohan.states.streams import Stream
+from lohan.units import format_bytes
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[IO[bytes]]:
+    """Make `folder` and hold its lock.
+
+    Raises:
+        StorageError: it cannot be made, or is in use by another run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("ab")
+    except OSError as error:
+        raise StorageError(
+            f"the state directory cannot be used: {error.strerror}",
+            place=str(folder),
+            remedy="Name a folder on a local drive that this user may write to.",
+            errno=error.errno,
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StorageError(
+                "the state directory is in use by another run", place=str(folder), remedy="Use another folder.", errno=error.errno
+            ) from error
+        yield lock
+
+
+def check_filesystems(folders: Sequence[Path], durability: Durability, unsafe: UnsafeFilesystems) -> None:
+    """Refuse folders on file systems that do not suit model states, unless `unsafe` allows them.
+
+    Raises:
+        ConfigError: a folder is on such a file system.
+    """
+    if unsafe is UnsafeFilesystems.ALLOW:
+        return
+    for folder in folders:
+        reason = refusal(filesystem_type(folder), durability)
+        if reason is not None:
+            raise ConfigError(
+                f"the state directory {reason}",
+                place=str(folder),
+                remedy='Name a folder on ext4 or XFS; for a trial, engine.unsafe_filesystems = "allow" takes this one.',
+            )
+
+
+def check_space(folders: Sequence[Path], sizes: Mapping[tuple[int, Stream], int]) -> None:
+    """See that files of these sizes, by (directory, stream), have room; directories on one file system share its space.
+
+    Raises:
+        CapacityError: a file system has too little.
+    """
+    needs: dict[int, tuple[Path, int]] = {}
+    for (directory, _), size_bytes in sizes.items():
+        folder = folders[directory]
+        device = os.stat(folder).st_dev  # noqa: PTH116 - the number names the file system
+        needs[device] = (folder, needs.get(device, (folder, 0))[1] + size_bytes)
+    for folder, need in needs.values():
+        free = shutil.disk_usage(folder).free
+        if need > free:
+            raise CapacityError(
+                f"the model states need {format_bytes(need)}, {format_bytes(free)} are free",
+                need_bytes=need,
+                have_bytes=free,
+                place=str(folder),
+                remedy="Free space, or add a state directory on another drive.",
+            )

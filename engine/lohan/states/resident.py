@@ -1,0 +1,101 @@
+"""Chunks that live in host memory, as far as the run's budget for them goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from lohan.memory.arena import Arena
+from lohan.memory.store import Transfer
+from lohan.states.slots import Part
+from lohan.states.streams import BLOCK_BYTES, streams_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lohan.planning.state_form import StateForm
+    from lohan.states.layout import UnitLayout
+
+HOLDER = "model states"
+
+
+class ResidentChunks:
+    """All streams of as many chunks as `budget_bytes` holds: the first units first.
+
+    A backward ends with the first units and the next forward begins with them, so that their update is what a step waits for.
+    Contents are undefined until they are filled.
+
+    Raises:
+        CapacityError: the arena has no room for them.
+    """
+
+    def __init__(self, layouts: Sequence[UnitLayout], form: StateForm, arena: Arena, budget_bytes: int) -> None:
+        self._arena = arena
+        self._slabs: list[torch.Tensor] = []
+        self._parts: dict[Part, torch.Tensor] = {}
+        self.chunks: set[tuple[int, int]] = set()
+        left = budget_bytes
+        for layout in layouts:
+            for chunk in layout.chunks:
+                streams = streams_of(chunk, form)
+                sizes = [-(-stream.size_bytes(chunk.length) // BLOCK_BYTES) * BLOCK_BYTES for stream in streams]
+                if sum(sizes) > left:
+                    return
+                left -= sum(sizes)
+                slab = arena.allocate(sum(sizes), torch.uint8, holder=HOLDER)
+                self._slabs.append(slab)
+                self.chunks.add((layout.index, chunk.index))
+                offset = 0
+                for stream, size in zip(streams, sizes, strict=True):
+                    view = slab[offset : offset + stream.size_bytes(chunk.length)].view(stream.dtype)
+                    self._parts[layout.index, chunk.index, stream] = view
+                    offset += size
+
+    def get(self, part: Part) -> torch.Tensor | None:
+        """The part's memory; None where it has none."""
+        return self._parts.get(part)
+
+    @property
+    def parts(self) -> dict[Part, torch.Tensor]:
+        return self._parts
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._parts.clear()
+        while self._slabs:
+            self._arena.free(self._slabs.pop())
+
+
+class Completed(Transfer):
+    """A transfer within memory, which has ended when it is made."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        """Nothing is under way."""
+
+    def wait(self) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+    def on_done(self, callback: Callable[[Transfer], object]) -> None:
+        callback(self)
+
+
+class Checked(Transfer):
+    """A read whose bytes are compared with what they should be by whoever waits for it."""
+
+    __slots__ = ("_verify",)
+
+    def __init__(self, transfer: Transfer, verify: Callable[[], None]) -> None:
+        super().__init__(transfer._ticket)  # noqa: SLF001 - of the base class
+        self._verify = verify
+
+    def wait(self) -> None:
+        """As `Transfer.wait`; raises ResumeError where the bytes are others."""
+        super().wait()
+        self._verify()
