@@ -15,17 +15,18 @@ inline constexpr int64_t kNormPartElements = 256;
 inline constexpr int64_t kNormLanes = 16;
 inline constexpr int64_t kNormSumsPerBlock = kBlockElements / kNormPartElements * kNormLanes;
 
-/// A segment's constants, rounded to fp32 once so that every kernel multiplies by the same bits.
+/// A segment's constants, rounded to fp32 once so that every kernel multiplies by the same bits. The step
+/// size is part of the quotient's divisor: lr' * m / (sqrt(v) * c + epsilon) = m / (sqrt(v) * (c / lr') +
+/// epsilon / lr').
 struct AdamScalars {
-  float decay;                      // 1 - learning_rate * weight_decay
-  float beta1;                      //
-  float first_weight;               // 1 - beta1
-  float beta2;                      //
-  float beta2_root;                 // sqrt(beta2)
-  float second_weight;              // 1 - beta2
-  float step_size;                  // learning_rate / (1 - beta1^step)
-  float inverse_second_correction;  // 1 / sqrt(1 - beta2^step)
-  float epsilon;                    //
+  float decay;          // 1 - learning_rate * weight_decay
+  float beta1;          //
+  float first_weight;   // 1 - beta1
+  float beta2;          //
+  float beta2_root;     // sqrt(beta2)
+  float second_weight;  // 1 - beta2
+  float root_weight;    // 1 / sqrt(1 - beta2^step) / lr', where lr' = learning_rate / (1 - beta1^step)
+  float epsilon;        // epsilon / lr'; infinite, with a root_weight of 0, where lr' is 0 or next to it
 };
 
 /// Sum of squares and the number of infinite or NaN elements.

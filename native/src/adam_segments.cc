@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -9,8 +10,13 @@ namespace lohan {
 namespace {
 
 AdamScalars ScalarsOf(const AdamSegment& segment) {
-  const double first_correction = 1.0 - std::pow(segment.beta1, static_cast<double>(segment.step));
-  const double second_correction = 1.0 - std::pow(segment.beta2, static_cast<double>(segment.step));
+  const auto step = static_cast<double>(segment.step);
+  const double step_size = segment.learning_rate / (1.0 - std::pow(segment.beta1, step));
+  const double root_weight = 1.0 / std::sqrt(1.0 - std::pow(segment.beta2, step)) / step_size;
+  const double epsilon = segment.epsilon / step_size;
+  // Beyond fp32's range (a step size of 0, or one too small for any weight that is not tiny itself) nothing
+  // moves.
+  const bool moves = std::max(root_weight, epsilon) <= std::numeric_limits<float>::max();
   return {
       .decay = static_cast<float>(1.0 - segment.learning_rate * segment.weight_decay),
       .beta1 = static_cast<float>(segment.beta1),
@@ -18,9 +24,8 @@ AdamScalars ScalarsOf(const AdamSegment& segment) {
       .beta2 = static_cast<float>(segment.beta2),
       .beta2_root = static_cast<float>(std::sqrt(segment.beta2)),
       .second_weight = static_cast<float>(1.0 - segment.beta2),
-      .step_size = static_cast<float>(segment.learning_rate / first_correction),
-      .inverse_second_correction = static_cast<float>(1.0 / std::sqrt(second_correction)),
-      .epsilon = static_cast<float>(segment.epsilon),
+      .root_weight = moves ? static_cast<float>(root_weight) : 0.0f,
+      .epsilon = moves ? static_cast<float>(epsilon) : std::numeric_limits<float>::infinity(),
   };
 }
 

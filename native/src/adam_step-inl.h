@@ -9,22 +9,20 @@ namespace lohan {
 namespace {
 
 struct Constants {
-  Floats decay, first_weight, beta2, second_weight, step_size, inverse_second_correction, epsilon;
+  Floats decay, first_weight, beta2, second_weight, root_weight, epsilon;
 
   explicit Constants(const AdamScalars& s)
       : decay(Broadcast(s.decay)),
         first_weight(Broadcast(s.first_weight)),
         beta2(Broadcast(s.beta2)),
         second_weight(Broadcast(s.second_weight)),
-        step_size(Broadcast(s.step_size)),
-        inverse_second_correction(Broadcast(s.inverse_second_correction)),
+        root_weight(Broadcast(s.root_weight)),
         epsilon(Broadcast(s.epsilon)) {}
 };
 
 /// The new master weight from the new moments, the second one as its square root.
 inline Floats Step(const Constants& c, Floats master, Floats first, Floats root) {
-  const Floats denominator = root * c.inverse_second_correction + c.epsilon;
-  return master * c.decay - c.step_size * (first / denominator);
+  return master * c.decay - first / (root * c.root_weight + c.epsilon);
 }
 
 /// Finds NaN among new master weights; a NaN in a moment is one in its weight too. NaN is so rare that

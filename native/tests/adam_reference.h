@@ -241,14 +241,20 @@ class Reference {
 
   /// The master weight's step, from the new moments.
   void Move(size_t at) {
-    const double first_correction = 1.0 - std::pow(s_.beta1, static_cast<double>(s_.step));
-    const double second_correction = 1.0 - std::pow(s_.beta2, static_cast<double>(s_.step));
+    const auto step = static_cast<double>(s_.step);
+    const double step_size = s_.learning_rate / (1.0 - std::pow(s_.beta1, step));
+    const double correction = 1.0 / std::sqrt(1.0 - std::pow(s_.beta2, step));
     float p =
         master_ == Master::kSplit ? JoinOf(arrays_.weights[at], arrays_.remainder[at]) : arrays_.master[at];
     p = p * static_cast<float>(1.0 - s_.learning_rate * s_.weight_decay);
-    const float denominator = std::sqrt(second_) * static_cast<float>(1.0 / std::sqrt(second_correction)) +
-                              static_cast<float>(s_.epsilon);
-    p = Canonical(p - static_cast<float>(s_.learning_rate / first_correction) * (first_ / denominator));
+    float quotient = 0.0f;
+    if (step_size > 0.0) {
+      quotient = first_ / (std::sqrt(second_) * static_cast<float>(correction / step_size) +
+                           static_cast<float>(s_.epsilon / step_size));
+    } else {
+      quotient = first_ / (std::sqrt(second_) * 0.0f + kInfinity);
+    }
+    p = Canonical(p - quotient);
     if (master_ == Master::kSplit) {
       SplitOf(p, arrays_.weights[at], arrays_.remainder[at]);
       return;

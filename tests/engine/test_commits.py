@@ -29,6 +29,8 @@ class Recorder:
 
     def _noting(self, name, original):
         def noted(store, *arguments, **options):
+            if name == "commit" and arguments[0] == 0:
+                return original(store, *arguments, **options)  # of the states as they are loaded
             if name != "write":
                 self.calls.append((name, *arguments))
             elif not self.calls or self.calls[-1] != ("write",):
@@ -145,9 +147,9 @@ def test_a_commit_that_fails_stops_the_next_forward(method, tmp_path, monkeypatc
     def fail(*_arguments):
         raise StorageError("the record cannot be written", place="record", errno=errno.ENOSPC)
 
-    monkeypatch.setattr(StateStore, method, fail)
     model = make_llama()
     with open_session(model, adamw(model), tmp_path) as session:
+        monkeypatch.setattr(StateStore, method, fail)
         with pytest.raises(EngineError, match="the record cannot be written") as caught:
             for batch in make_batches(3):
                 model(**batch).loss.backward()

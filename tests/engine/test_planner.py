@@ -143,6 +143,56 @@ def test_the_schedules_differ_in_chunks_under_way():
     assert staging["serial"] == staging["optimized"] == 3 * staging["naive"]
 
 
+def test_steps_that_are_committed_take_two_slots_and_write_no_more():
+    workload = llama()
+    none, step = plan_of(workload), plan_of(workload, engine=EngineSection(durability="step"))
+    assert (none.durability, step.durability) == ("none", "step")
+    twice = {name: 2 * size for name, size in items(none, Tier.SSD).items() if name != "exported model"}
+    assert items(step, Tier.SSD) == {**twice, "exported model": items(none, Tier.SSD)["exported model"]}
+    assert step.ssd_bytes_per_step == none.ssd_bytes_per_step
+    assert step.ssd_bytes_written_per_step == none.ssd_bytes_written_per_step == 12 * workload.parameters
+    assert any(re.search(r"0?\.?\d+ TB a day", note) for note in step.notes)
+    states = 24 * workload.parameters / GIB
+    with pytest.raises(CapacityError, match="SSD space") as caught:
+        plan_of(workload, hardware=machine(ssd_gib=states), engine=EngineSection(durability="step"))
+    assert "durability = none" in caught.value.remedy
+
+
+def test_states_in_ram_save_reads_and_without_commits_space_and_writes_too():
+    workload = llama()
+    half = 6 * workload.parameters
+    alone = plan_of(workload, engine=EngineSection(ram_state_bytes=half))
+    copied = plan_of(workload, engine=EngineSection(ram_state_bytes=half, durability="step"))
+    assert items(alone, Tier.RAM)["model states"] == items(copied, Tier.RAM)["model states"] == half
+    assert items(alone, Tier.SSD)["moments"] == 4 * workload.parameters
+    assert items(copied, Tier.SSD)["moments"] == 16 * workload.parameters
+    assert alone.ssd_bytes_written_per_step == 6 * workload.parameters
+    assert copied.ssd_bytes_written_per_step == 12 * workload.parameters
+    assert alone.ssd_bytes_per_step == 14 * workload.parameters
+    assert copied.ssd_bytes_per_step == 20 * workload.parameters
+    everything = plan_of(workload, engine=EngineSection(ram_state_bytes=2**60), hardware=machine(ram_gib=512))
+    assert items(everything, Tier.RAM)["model states"] == 12 * workload.parameters
+    assert everything.ssd_bytes_per_step == 0
+    with pytest.raises(CapacityError, match="host memory"):
+        plan_of(workload, engine=EngineSection(ram_state_bytes=2**60), hardware=machine(ram_gib=64))
+
+
+@pytest.mark.parametrize(("filesystem", "durability"), [("tmpfs", "none"), ("overlay", "step"), ("btrfs", "step")])
+def test_file_systems_that_are_no_place_for_states_are_refused_before_the_start(filesystem, durability):
+    hardware = machine()
+    directory = hardware.state_directories[0].model_copy(update={"filesystem": filesystem})
+    hardware = hardware.model_copy(update={"state_directories": (directory,)})
+    with pytest.raises(ConfigError, match=filesystem) as caught:
+        plan_of(hardware=hardware, engine=EngineSection(durability=durability))
+    assert caught.value.place == "engine.state_directories"
+    assert plan_of(hardware=hardware, engine=EngineSection(durability=durability, unsafe_filesystems="allow"))
+
+
+def test_snapshots_are_said_not_to_be_offered():
+    with pytest.raises(ValueError, match="not offered yet; use step"):
+        EngineSection(durability="snapshot")
+
+
 def test_tied_embedding_keeps_its_gradients_open():
     tied, untied = llama(tied=True), llama()
     difference = items(plan_of(tied), Tier.GPU)["unit gradient buffers"] - items(plan_of(untied), Tier.GPU)["unit gradient buffers"]

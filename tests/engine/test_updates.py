@@ -220,3 +220,18 @@ def test_parity_of_durabilities_bit_for_bit(schedule, options, tmp_path):
         for name, given in (("none", {}), ("step", options))
     ]
     assert_bitwise_equal(*outcomes)
+
+
+@pytest.mark.parametrize("schedule", UpdateSchedule)
+@pytest.mark.parametrize("precision", Precision)
+def test_states_in_ram_are_updated_where_they_lie(schedule, precision, tmp_path):
+    """Nothing is read or written, also not within memory by way of a file's buffers; the bits are those of states on the drive."""
+    outcomes = []
+    for name, ram_bytes in (("drive", 0), ("RAM", 1 << 24)):
+        outcomes.append(
+            train_streamed(
+                make_llama(), make_batches(3), tmp_path / name, schedule=schedule, precision=precision, ram_state_bytes=ram_bytes
+            )
+        )
+    assert_bitwise_equal(*outcomes)
+    assert not list((tmp_path / "RAM").rglob("*.bin")), "there are no files"

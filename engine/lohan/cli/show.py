@@ -169,6 +169,8 @@ def print_plan(plan: Plan) -> None:
         for item in tier.items:
             table.add_row(item.name, format_bytes(item.bytes), item.formula)
         console.print(table)
-    console.print(f"SSD traffic: {format_bytes(plan.ssd_bytes_per_step)} a step. Durability: {plan.durability}.", markup=False)
+    written = format_bytes(plan.ssd_bytes_written_per_step)
+    traffic = f"SSD traffic: {format_bytes(plan.ssd_bytes_per_step)} a step, {written} of it written."
+    console.print(f"{traffic} Durability: {plan.durability}.", markup=False)
     for note in plan.notes:
         console.print(note, markup=False)

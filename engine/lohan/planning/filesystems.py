@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from lohan.config import Durability
 
+REMEDY = 'Name a folder on ext4 or XFS; for a trial, engine.unsafe_filesystems = "allow" takes this one.'
+
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 _LAYERED = frozenset({"overlay", "overlayfs", "aufs", "unionfs", "fuse-overlayfs", "fuse.fuse-overlayfs"})

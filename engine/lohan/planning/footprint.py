@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lohan.config import Precision
+from lohan.config import Durability, EngineSection, Precision
 from lohan.planning.plan import PlanItem
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.state_form import SCALE_BLOCK, StateForm
@@ -113,9 +113,9 @@ def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int) -> tup
     )
 
 
-def host_items(sizes: Sizes, form: StateForm, order: UpdateOrder, *, on_gpu: bool) -> tuple[PlanItem, ...]:
+def host_items(sizes: Sizes, placement: Placement, order: UpdateOrder, *, on_gpu: bool) -> tuple[PlanItem, ...]:
     """What lies in host memory whatever the device."""
-    item, unit = sizes.itemsize, format_count(sizes.largest_unit)
+    item, unit, form = sizes.itemsize, format_count(sizes.largest_unit), placement.form
     chunk = min(CHUNK_PARAMETERS, sizes.largest_unit)
     items = [
         _host_gradients(sizes, order),
@@ -137,7 +137,7 @@ def host_items(sizes: Sizes, form: StateForm, order: UpdateOrder, *, on_gpu: boo
             formula=f"{HOST_STAGING_BUFFERS} page-locked buffers x {unit} parameters x {item} B",
         )
         items.insert(0, staging)
-    return tuple(items)
+    return (*items, *ram_state_items(placement))
 
 
 def _host_gradients(sizes: Sizes, order: UpdateOrder) -> PlanItem:
@@ -156,27 +156,73 @@ def _host_gradients(sizes: Sizes, order: UpdateOrder) -> PlanItem:
     )
 
 
-def state_items(sizes: Sizes, form: StateForm) -> tuple[PlanItem, ...]:
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How model states are divided over RAM and the drives; in bytes, frozen parameters counted as if they were trained."""
+
+    form: StateForm
+    durability: Durability
+    total_bytes: int
+    ram_bytes: int
+    """At most this: whole chunks."""
+
+    @property
+    def read_share(self) -> float:
+        """The part of all states that is read from the drives."""
+        return 1 - self.ram_bytes / self.total_bytes
+
+    @property
+    def written_share(self) -> float:
+        """The part of all states that lies on the drives and is written to them: all of it where steps are committed."""
+        return 1.0 if self.durability is Durability.STEP else self.read_share
+
+    @property
+    def slots(self) -> int:
+        return 2 if self.durability is Durability.STEP else 1
+
+
+def place_states(sizes: Sizes, precision: Precision, engine: EngineSection) -> Placement:
+    """Where the model states of a run lie."""
+    form = StateForm.of(precision, engine.states)
+    total_bytes = form.state_bytes(sizes.parameters)
+    return Placement(form, engine.durability, total_bytes, min(engine.ram_state_bytes, total_bytes))
+
+
+def state_items(sizes: Sizes, placement: Placement) -> tuple[PlanItem, ...]:
     """What lies on the drives."""
-    parameters = format_count(sizes.parameters)
+    form, parameters = placement.form, format_count(sizes.parameters)
     if form.is_split:
-        masters = [
-            PlanItem(name="working copy", bytes=2 * sizes.parameters, formula=f"{parameters} parameters x 2 B"),
-            PlanItem(name="remainders", bytes=2 * sizes.parameters, formula=f"{parameters} parameters x 2 B (lower halves of the masters)"),
+        parts = [
+            ("working copy", 2 * sizes.parameters, f"{parameters} parameters x 2 B"),
+            ("remainders", 2 * sizes.parameters, f"{parameters} parameters x 2 B"),
         ]
     else:
-        masters = [PlanItem(name="master weights", bytes=4 * sizes.parameters, formula=f"{parameters} parameters x 4 B")]
+        parts = [("master weights", 4 * sizes.parameters, f"{parameters} parameters x 4 B")]
     each = f"(1 B + 4 B / {SCALE_BLOCK})" if form.has_8bit_moments else "4 B"
-    return (
-        *masters,
-        PlanItem(name="moments", bytes=form.moments_bytes(sizes.parameters), formula=f"{parameters} parameters x 2 moments x {each}"),
-        PlanItem(name="exported model", bytes=sizes.itemsize * sizes.parameters, formula=f"{parameters} parameters x {sizes.itemsize} B"),
-    )
+    parts.append(("moments", form.moments_bytes(sizes.parameters), f"{parameters} parameters x 2 moments x {each}"))
+    share = placement.written_share
+    factors = (" x 2 slots" if placement.slots == 2 else "") + (f" x {share:.1%} outside RAM" if share < 1 else "")
+    items = [PlanItem(name=name, bytes=round(size * placement.slots * share), formula=formula + factors) for name, size, formula in parts]
+    exported = f"{parameters} parameters x {sizes.itemsize} B"
+    return (*items, PlanItem(name="exported model", bytes=sizes.itemsize * sizes.parameters, formula=exported))
 
 
-def ssd_bytes_per_step(sizes: Sizes, form: StateForm) -> int:
-    """Weights are read once per pass, and the optimizer reads and writes all states."""
-    return 2 * sizes.itemsize * sizes.parameters + 2 * form.state_bytes(sizes.parameters)
+def ram_state_items(placement: Placement) -> tuple[PlanItem, ...]:
+    """What of the states lies in RAM."""
+    if not placement.ram_bytes:
+        return ()
+    what = "copies of states that are on the drives too" if placement.durability is Durability.STEP else "states of the first units"
+    return (PlanItem(name="model states", bytes=placement.ram_bytes, formula=f"engine.ram_state_bytes, or all there are: {what}"),)
+
+
+def ssd_bytes_read(sizes: Sizes, placement: Placement) -> int:
+    """By one step: weights once per pass, and the optimizer all states."""
+    return round(placement.read_share * (2 * sizes.itemsize * sizes.parameters + placement.total_bytes))
+
+
+def ssd_bytes_written(placement: Placement) -> int:
+    """By one step: all states, once."""
+    return round(placement.written_share * placement.total_bytes)
 
 
 def _per_parameter(form: StateForm) -> str:

@@ -68,10 +68,12 @@ class Plan(BaseModel):
     schedule: str = "optimized"
     """When updates run: `serial`, `naive` or `optimized`, see `lohan.config.UpdateSchedule`; plans of older versions say `on-arrival`."""
     durability: str = "none"
-    """What a run can be resumed from; `none`: it starts again from the base model."""
+    """What a run can be resumed from; `step`: every step; `none`: it starts again from the base model."""
     tiers: tuple[TierPlan, ...]
     ssd_bytes_per_step: int
     """Bytes read from and written to the state directories by one step, together."""
+    ssd_bytes_written_per_step: int = 0
+    """Those of them that are written: what wears drives out. 0 in plans made before it was counted."""
     notes: tuple[str, ...] = ()
 
     def tier(self, tier: Tier) -> TierPlan:

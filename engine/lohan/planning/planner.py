@@ -1,7 +1,7 @@
 """Divides a run's bytes over GPU memory, RAM and SSD, before anything is loaded. Pure arithmetic: no torch, milliseconds.
 
-In this version every block's inner activations are recomputed, all states lie on SSD, and the one thing to choose is the micro-batch:
-the largest that fits. The figures come from `lohan.planning.footprint`.
+In this version every block's inner activations are recomputed, states lie on SSD but for what `engine.ram_state_bytes` takes, and the one
+thing to choose is the micro-batch: the largest that fits. The figures come from `lohan.planning.footprint`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,30 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 
-from lohan.config import Clip, EngineSection, Precision, TrainingSection
+from lohan.config import Clip, EngineSection, Precision, TrainingSection, UnsafeFilesystems
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import GpuFacts, HardwareFacts
+from lohan.planning.filesystems import REMEDY as FILESYSTEM_REMEDY
+from lohan.planning.filesystems import refusal
 from lohan.planning.footprint import (
     GPU_RESERVE_BYTES,
     PARAMETER_SLOTS,
+    Placement,
     Sizes,
     device_items,
     host_items,
     measure,
-    ssd_bytes_per_step,
+    place_states,
+    ssd_bytes_read,
+    ssd_bytes_written,
     state_items,
 )
 from lohan.planning.plan import Plan, PlanItem, Tier, TierPlan
 from lohan.planning.schedule import update_order
-from lohan.planning.state_form import StateForm
 from lohan.planning.workload import Workload
 from lohan.units import GIB, format_bytes
 
+_SECONDS_PER_STEP = 10  # an example: there is no forecast of the time yet
 RAM_RESERVE_BYTES = 1 * GIB
 """Left to the operating system."""
 SSD_RESERVE_BYTES = 1 * GIB
@@ -54,7 +59,8 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
     The state directories are `hardware.state_directories`; free memory and space are taken as probed.
 
     Raises:
-        ConfigError: the sequence is longer than the model's context, or there is no such device.
+        ConfigError: the sequence is longer than the model's context, there is no such device, or a state directory is on a file system that
+            is no place for states.
         CapacityError: a tier has too little; need, have, and the nearest setting that fits.
     """
     if training.sequence_length > workload.context_length:
@@ -63,15 +69,16 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
             place="training.sequence_length",
             remedy=f"Use at most {workload.context_length}.",
         )
+    _check_filesystems(engine, hardware)
     gpu = _choose_gpu(engine, hardware)
     sizes = measure(workload, training.precision)
     micro_batch = _choose_micro_batch(sizes, training, engine, hardware, gpu)
     gpu_plan, ram_plan = _memory(sizes, training, engine, hardware, gpu, micro_batch)
-    form = StateForm.of(training.precision, engine.states)
-    ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(hardware), items=state_items(sizes, form))
+    placement = place_states(sizes, training.precision, engine)
+    ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(hardware), items=state_items(sizes, placement))
     if ssd_plan.used_bytes > ssd_plan.capacity_bytes:
-        raise _capacity_error("SSD space", ssd_plan, "Free space, or add a drive to the state directories.")
-    notes = [_micro_batch_note(engine, training, micro_batch), *_form_notes(form), *_update_notes(training)]
+        raise _capacity_error("SSD space", ssd_plan, _space_remedy(placement))
+    notes = [_micro_batch_note(engine, training, micro_batch), *_state_notes(placement), *_update_notes(training)]
     if training.precision is Precision.BF16 and default_precision(engine, hardware) is Precision.FP32:
         notes.append(f"{SLOW_BF16} Use fp32.")
     return Plan(
@@ -82,14 +89,16 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         hardware_digest=hardware.digest,
         device=gpu.uuid if gpu is not None else (engine.device if engine.device.startswith("cpu") else "cpu"),
         precision=str(training.precision),
-        states=str(form),
+        states=str(placement.form),
         batch_size=training.batch_size,
         micro_batch_size=micro_batch,
         sequence_length=training.sequence_length,
         slots=PARAMETER_SLOTS,
         schedule=str(engine.schedule),
         tiers=(gpu_plan, ram_plan, ssd_plan),
-        ssd_bytes_per_step=ssd_bytes_per_step(sizes, form),
+        durability=str(engine.durability),
+        ssd_bytes_per_step=ssd_bytes_read(sizes, placement) + ssd_bytes_written(placement),
+        ssd_bytes_written_per_step=ssd_bytes_written(placement),
         notes=tuple(notes),
     )
 
@@ -162,8 +171,8 @@ def _memory(
 ) -> tuple[TierPlan, TierPlan]:
     """The GPU's and the host's plan; on the CPU the device's items are the host's."""
     on_device = device_items(sizes, training.batch_size, training.sequence_length, micro_batch)
-    form = StateForm.of(training.precision, engine.states)
-    on_host = host_items(sizes, form, update_order(engine.schedule, training.clip), on_gpu=gpu is not None)
+    placement = place_states(sizes, training.precision, engine)
+    on_host = host_items(sizes, placement, update_order(engine.schedule, training.clip), on_gpu=gpu is not None)
     host_bytes = max(0, hardware.ram.free_bytes - RAM_RESERVE_BYTES)
     if engine.host_memory_bytes is not None:
         host_bytes = min(host_bytes, engine.host_memory_bytes)
@@ -198,8 +207,26 @@ def _micro_batch_note(engine: EngineSection, training: TrainingSection, micro_ba
     return f"A micro-batch of {micro_batch} is the largest that fits."
 
 
-def _form_notes(form: StateForm) -> list[str]:
-    notes = []
+def _check_filesystems(engine: EngineSection, hardware: HardwareFacts) -> None:
+    for directory in hardware.state_directories:
+        reason = refusal(directory.filesystem, engine.durability)
+        if reason is not None and engine.unsafe_filesystems is UnsafeFilesystems.REFUSE:
+            raise ConfigError(f"the state directory {directory.path} {reason}", place="engine.state_directories", remedy=FILESYSTEM_REMEDY)
+
+
+def _space_remedy(placement: Placement) -> str:
+    remedy = "Free space, or add a drive to the state directories."
+    return f"{remedy} engine.durability = none needs half the space." if placement.slots == 2 else remedy
+
+
+def _state_notes(placement: Placement) -> list[str]:
+    notes, form, written = [], placement.form, ssd_bytes_written(placement)
+    if written:
+        daily = 86400 / _SECONDS_PER_STEP * written / 1e12
+        notes.append(
+            f"A step writes {format_bytes(written)} to the drives: {daily:.2g} TB a day at a step every {_SECONDS_PER_STEP} seconds."
+            " Compare that with what the drives are rated for."
+        )
     if form.is_split:
         notes.append("The device computes with the bf16 halves of the master weights; the remainders keep all 32 bits of them.")
     if form.has_8bit_moments:

@@ -13,7 +13,7 @@ from typing import IO
 from lohan.config import Durability, UnsafeFilesystems
 from lohan.errors import CapacityError, ConfigError, StorageError
 from lohan.hardware.probe import filesystem_type
-from lohan.planning.filesystems import refusal
+from lohan.planning.filesystems import REMEDY, refusal
 from lohan.states.streams import Stream
 from lohan.units import format_bytes
 
@@ -56,11 +56,7 @@ def check_filesystems(folders: Sequence[Path], durability: Durability, unsafe: U
     for folder in folders:
         reason = refusal(filesystem_type(folder), durability)
         if reason is not None:
-            raise ConfigError(
-                f"the state directory {reason}",
-                place=str(folder),
-                remedy='Name a folder on ext4 or XFS; for a trial, engine.unsafe_filesystems = "allow" takes this one.',
-            )
+            raise ConfigError(f"the state directory {reason}", place=str(folder), remedy=REMEDY)
 
 
 def check_space(folders: Sequence[Path], sizes: Mapping[tuple[int, Stream], int]) -> None:

@@ -57,7 +57,10 @@ class _Job:
 
     update: UnitUpdate
     chunk: Chunk
-    buffers: _Buffers
+    states: _Buffers
+    """What of the buffers the chunk fills, or its own memory in the state store."""
+    buffers: _Buffers | None
+    """To be used again; None where the states are in memory already."""
     transfers: list[Transfer] = field(default_factory=list)
 
 
@@ -66,7 +69,7 @@ class ChunkPipeline:
 
     Args:
         chunk_elements: of the largest chunk.
-        in_flight: chunks that have buffers at a time.
+        in_flight: chunks under way at a time; each may have buffers.
         on_read: called with a unit once its gradients are no longer needed.
         on_written: called with a unit once all its chunks are written.
     """
@@ -83,7 +86,7 @@ class ChunkPipeline:
         on_written: Callable[[UnitUpdate], None],
     ) -> None:
         self._store, self._pool, self._on_read, self._on_written = store, pool, on_read, on_written
-        self._most_reading = max(1, in_flight - 1)
+        self._most, self._most_reading = in_flight, max(1, in_flight - 1)
         allocate = partial(arena.allocate, holder="optimizer staging")
         self._free: list[_Buffers] = [
             {stream: allocate(stream.length(chunk_elements), stream.dtype) for stream in trainable_streams(store.form)}
@@ -121,25 +124,13 @@ class ChunkPipeline:
             job = self._reading.popleft()
             self._update(job)
             self._writing.append(job)
-        while self._writing and (not self._free or not (self._reading or self._queue or more_to_come)):
+        while self._writing and (self._is_full() or not (self._reading or self._queue or more_to_come)):
             self._finish_writing(self._writing.popleft())
 
     def drain(self) -> None:
         """Do everything that was added."""
         while not self.idle:
             self.advance(more_to_come=False)
-
-    def drop(self) -> None:
-        """Forget what is not written yet; transfers end before their buffers are used again."""
-        dropped = {update.layout.index: update for update, _ in self._queue}
-        dropped.update({job.update.layout.index: job.update for job in self._reading})
-        for job in (*self._reading, *self._writing):
-            for transfer in job.transfers:
-                transfer.wait()
-            self._free.append(job.buffers)
-        self.abandon()
-        for update in dropped.values():
-            self._on_read(update)
 
     def abandon(self) -> None:
         """After an error, or at the end: dropping the transfers waits for them."""
@@ -152,12 +143,23 @@ class ChunkPipeline:
         """Give the buffers back."""
         self._free.clear()
 
+    def _is_full(self) -> bool:
+        return len(self._reading) + len(self._writing) >= self._most
+
     def _may_read(self) -> bool:
-        return bool(self._free) and len(self._reading) < self._most_reading
+        return not self._is_full() and len(self._reading) < self._most_reading
+
+    def _take_back(self, job: _Job) -> None:
+        if job.buffers is not None:
+            self._free.append(job.buffers)
 
     def _start_reading(self, update: UnitUpdate, chunk: Chunk) -> _Job:
-        job = _Job(update, chunk, self._free.pop())
-        for stream, part in _parts(job.buffers, chunk).items():
+        resident = self._store.resident(update.layout, chunk)
+        if resident is not None:
+            return _Job(update, chunk, resident, None)
+        buffers = self._free.pop()
+        job = _Job(update, chunk, _parts(buffers, chunk), buffers)
+        for stream, part in job.states.items():
             job.transfers.append(self._store.read(update.layout, chunk, stream, part))
         return job
 
@@ -165,18 +167,17 @@ class ChunkPipeline:
         for transfer in job.transfers:
             transfer.wait()
         update, chunk = job.update, job.chunk
-        states = _parts(job.buffers, chunk)
         gradients = update.values[chunk.offset : chunk.offset + chunk.length]
-        adamw_update(update.segments[chunk.index], gradients, make_adam_state(states), gradient_scale=update.scale, pool=self._pool)
+        adamw_update(update.segments[chunk.index], gradients, make_adam_state(job.states), gradient_scale=update.scale, pool=self._pool)
         update.unread_chunks -= 1
         if update.unread_chunks == 0:
             self._on_read(update)
-        job.transfers = [self._store.write(update.layout, chunk, stream, part) for stream, part in states.items()]
+        job.transfers = [self._store.write(update.layout, chunk, stream, part) for stream, part in job.states.items()]
 
     def _finish_writing(self, job: _Job) -> None:
         for transfer in job.transfers:
             transfer.wait()
-        self._free.append(job.buffers)
+        self._take_back(job)
         job.update.unwritten_chunks -= 1
         if job.update.unwritten_chunks == 0:
             self._on_written(job.update)

@@ -67,7 +67,6 @@ class Stages:
         working = working_dtype(precision)
         self.failure = Failure()
         self.pending = PendingUpdates(self.failure)
-        trainable_chunks = [chunk.length for layout in layouts for chunk in layout.chunks if chunk.trainable]
         with contextlib.ExitStack() as stack:
             self.arena = Arena(budget_bytes=host_budget_bytes)
             stack.callback(self.arena.close)
@@ -93,14 +92,8 @@ class Stages:
                 layouts, self.states, self.arena, self.pending, self.failure, order, device=device, dtype=working, slots=slots, debug=debug
             )
             stack.callback(self.stream.close)
-            self.offload = GradientOffload(
-                self.arena,
-                self.failure,
-                elements=_host_gradients(layouts, rules),
-                dtype=working,
-                device=device,
-                debug=debug,
-            )
+            gradients = _host_gradients(layouts, rules)
+            self.offload = GradientOffload(self.arena, self.failure, elements=gradients, dtype=working, device=device, debug=debug)
             stack.callback(self.offload.free)
             self.worker = OptimizerWorker(
                 self.states,
@@ -110,7 +103,7 @@ class Stages:
                 self.offload.give_back,
                 counts,
                 rules,
-                chunk_elements=max(trainable_chunks),
+                chunk_elements=max(chunk.length for layout in layouts for chunk in layout.chunks if chunk.trainable),
                 threads=threads,
                 can_roll_back=durability is not Durability.NONE,
             )

@@ -46,10 +46,12 @@ struct UpdateResult {
 /// One step of AdamW (Loshchilov & Hutter, arXiv:1711.05101), computed as torch.optim.AdamW does: decoupled
 /// decay, multiply then add without contraction, with g = scale * gradient:
 ///   p *= 1 - lr * wd;  m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
-///   p -= lr / (1 - beta1^step) * m / (sqrt(v) * (1 / sqrt(1 - beta2^step)) + epsilon)
-/// (torch divides by the correction; the product with its rounded inverse has the same error bound and one
-/// division less.) Reads `in` and writes `out`, which is either `in` itself or shares no memory with it. With
-/// 8-bit moments the update uses the new moments before they are coded.
+///   p -= m / (sqrt(v) * c / lr' + epsilon / lr'),  lr' = lr / (1 - beta1^step),  c = 1 / sqrt(1 -
+///   beta2^step)
+/// (torch divides by the correction and multiplies by lr'; both being part of the divisor's constants has the
+/// same error bound and one division and one product less. A lr' of 0 moves nothing, whatever m and v are,
+/// unless they are not finite.) Reads `in` and writes `out`, which is either `in` itself or shares no memory
+/// with it. With 8-bit moments the update uses the new moments before they are coded.
 ///
 /// Elements outside all segments are neither read nor written and count to nothing. With 8-bit moments a
 /// segment owns the moment blocks it touches: it begins at a multiple of kMomentBlockElements, and no other
