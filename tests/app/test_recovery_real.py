@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fixtures.appliance import REAL_UP_COMMAND, Appliance, TrainerCount, free_port
 from fixtures.processes import no_process_left
 from fixtures.rows import messages_rows
-from fixtures.runs import read_run
+from fixtures.runs import read_metrics, read_run
 from fixtures.tiny_model import make_tiny_model
 from fixtures.waiting import wait_until
+from safetensors.numpy import load_file
 
 from lohan_app.datasets.service import rows_path
 from lohan_app.db import read_transaction, write_transaction
@@ -88,11 +90,20 @@ def submit(appliance: Appliance, ids: tuple[str, str, str]) -> str:
     with write_transaction(appliance.engine) as session:
         run = Run(
             owner_id=ids[0], base_model_id=ids[1], dataset_id=ids[2], name="tiny", devices=[], created_at=now() - LOST,
-            settings={"training": training, "engine": {"threads": 1}},
+            settings={"training": training, "engine": {"threads": 1, "durability": "step", "unsafe_filesystems": "allow"}},
         )  # fmt: skip
         session.add(run)
         session.flush()
         return run.id
+
+
+def weights(appliance: Appliance, run_id: str) -> dict[str, np.ndarray]:
+    (file,) = (appliance.settings.run_folder(run_id) / "export").glob("*.safetensors")
+    return load_file(file)
+
+
+def curve(appliance: Appliance, run_id: str) -> list[tuple[int, float | None, float | None, float]]:
+    return [(point.step, point.loss, point.gradient_norm, point.learning_rate) for point in read_metrics(appliance.engine, run_id)]
 
 
 def test_a_real_run_survives_the_kill_of_supervisor_worker_and_trainer(appliance: Appliance) -> None:
@@ -113,11 +124,27 @@ def test_a_real_run_survives_the_kill_of_supervisor_worker_and_trainer(appliance
         first.kill()
         run = appliance.wait_for_end(run_id)
     assert count.most == 1
-    appliance.check_whole_curve(run_id, attempt=2)
+    resumed = run.resumed_step
+    assert resumed is not None
+    # No step begins before the one before it is recorded.
+    assert resumed >= done
+    appliance.check_whole_curve(run_id, attempt=2, resumed_step=resumed)
+    assert run.state_reason == ""
     assert run.first_loss is not None
     assert run.last_loss is not None
     assert run.last_loss < 0.8 * run.first_loss
     export = appliance.settings.run_folder(run_id) / "export"
     assert {"config.json", "tokenizer.json"} <= {path.name for path in export.iterdir()}
-    assert list(export.glob("*.safetensors"))
     assert not (appliance.settings.state_folders[0] / run_id).exists()
+    check_equals_an_undisturbed_run(appliance, ids, run)
+
+
+def check_equals_an_undisturbed_run(appliance: Appliance, ids: tuple[str, str, str], run: Run) -> None:
+    other = appliance.wait_for_end(submit(appliance, ids))
+    assert (other.attempt, other.resumed_step) == (1, None)
+    assert curve(appliance, run.id) == curve(appliance, other.id)
+    assert (run.first_loss, run.last_loss) == (other.first_loss, other.last_loss)
+    found, expected = weights(appliance, run.id), weights(appliance, other.id)
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert np.array_equal(weight, expected[name]), name

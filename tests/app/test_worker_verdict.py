@@ -48,11 +48,10 @@ def test_interrupted_is_never_a_failure(fields: dict[str, Any] | None, status: i
 
 @pytest.mark.parametrize(
     ("durability", "step", "resumed_step", "expected"),
-    [("step", 2, None, True), ("step", 1, None, False), ("step", 1, 1, True), ("none", 9, None, False), (None, 9, None, False)],
+    [("step", 2, None, True), ("step", 1, None, False), ("step", 1, 1, True), ("none", 9, None, False)],
 )
-def test_a_step_is_recorded_before_the_next_begins(durability: str | None, step: int, resumed_step: int | None, expected: bool) -> None:
-    plan = {"durability": durability} if durability is not None else None
-    assert is_recorded(Run(plan=plan, step=step, resumed_step=resumed_step)) is expected
+def test_a_step_is_recorded_before_the_next_begins(durability: str, step: int, resumed_step: int | None, expected: bool) -> None:
+    assert is_recorded(Run(settings={"engine": {"durability": durability}}, step=step, resumed_step=resumed_step)) is expected
 
 
 def test_a_failure_carries_the_trainers_own_error() -> None:

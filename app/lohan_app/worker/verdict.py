@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lohan.cli.commands import ExitCode
-from lohan.config import Durability
+from lohan.config import Durability, EngineSection
 from lohan.errors import EngineError
 from lohan.events import ExitReason
 from lohan_app.entities import Run
@@ -41,7 +41,8 @@ class Verdict:
 
 def is_recorded(run: Run) -> bool:
     """Whether some step of the run is certainly on its drives: no step begins before the one before it is."""
-    return (run.plan or {}).get("durability") == Durability.STEP and (run.step > 1 or bool(run.resumed_step))
+    engine = EngineSection.model_validate(run.settings.get("engine", {}))
+    return engine.durability is Durability.STEP and (run.step > 1 or bool(run.resumed_step))
 
 
 def judge(
