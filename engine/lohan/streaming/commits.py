@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,21 @@ if TYPE_CHECKING:
 
 PAYLOAD_KEY = "optimizer"
 """Under it a step's record holds what the optimizer needs to go on: see `OptimizerWorker.resume`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """The backward of `step` has ended: no more gradients."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What the record of `step` is to hold besides the states and the optimizer's part."""
+
+    step: int
+    values: Mapping[str, Any]
 
 
 class StepCommits:
@@ -22,30 +38,31 @@ class StepCommits:
     def __init__(self, store: StateStore, export: Callable[[], Mapping[str, Any]]) -> None:
         self._store, self._export = store, export
         self.begun = self.ended = self.committed = 0
-        self._payload: tuple[int, Mapping[str, Any]] | None = None
+        self._payload: Payload | None = None
         self.payloads_come = False
 
-    def resume(self, step: int) -> None:
-        """`step` is the last one that is committed."""
+    def resume(self, step: int, *, with_payload: bool) -> None:
+        """`step` is the last one that is committed, with a caller's payload or without."""
         self.begun = self.ended = self.committed = step
+        self.payloads_come = with_payload
 
     def begin(self, step: int) -> None:
         """The step's first gradients have come; the one before it is committed."""
         self._store.begin_step(step)
         self.begun = step
 
-    def hand_in(self, step: int, payload: Mapping[str, Any]) -> None:
-        """What the record of `step` is to hold besides the optimizer's part."""
-        self._payload, self.payloads_come = (step, payload), True
+    def hand_in(self, payload: Payload) -> None:
+        """The newest step's payload has come."""
+        self._payload, self.payloads_come = payload, True
 
     def settle(self, *, without_payload: bool = False) -> None:
         """Commit the step that has ended, if its payload has come or is no longer waited for. All its chunks are written."""
         if self.ended == self.committed:
             return
-        payload: Mapping[str, Any] = {}
-        if self._payload is not None and self._payload[0] == self.ended:
-            payload = self._payload[1]
+        values: Mapping[str, Any] = {}
+        if self._payload is not None and self._payload.step == self.ended:
+            values = self._payload.values
         elif not without_payload:
             return
-        self._store.commit(self.ended, {**payload, PAYLOAD_KEY: dict(self._export())})
+        self._store.commit(self.ended, {**values, PAYLOAD_KEY: dict(self._export())})
         self.committed = self.ended

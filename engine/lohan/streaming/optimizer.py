@@ -11,7 +11,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from lohan.planning.schedule import Begin
 from lohan.streaming.accumulation import GradientSums
 from lohan.streaming.chunk_pipeline import ChunkPipeline, UnitUpdate
 from lohan.streaming.clipping import StepStatistics, UnitNorm, UpdateRules, measure, summarise
-from lohan.streaming.commits import PAYLOAD_KEY, StepCommits
+from lohan.streaming.commits import PAYLOAD_KEY, Payload, StepCommits, StepEnd
 from lohan.streaming.gradients import HostGradient
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.pending import Failure, PendingUpdates
@@ -30,21 +29,6 @@ from lohan.streaming.pending import Failure, PendingUpdates
 if TYPE_CHECKING:
     from lohan.memory.arena import Arena
     from lohan.states.state_store import StateStore
-
-
-@dataclass(frozen=True, slots=True)
-class _StepEnd:
-    """The backward of `step` has ended: no more gradients."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Payload:
-    """What the step's record is to hold besides the states."""
-
-    step: int
-    values: Mapping[str, Any]
 
 
 class OptimizerWorker:
@@ -84,7 +68,7 @@ class OptimizerWorker:
             on_read=self._gradients_read,
             on_written=self._unit_written,
         )
-        self._messages: queue.SimpleQueue[UnitUpdate | _StepEnd | _Payload | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[UnitUpdate | StepEnd | Payload | None] = queue.SimpleQueue()
         self._closing = False
         self._commits = StepCommits(store, self._export)
         self._norms: dict[int, UnitNorm] = {}
@@ -106,11 +90,11 @@ class OptimizerWorker:
 
     def end_step(self, step: int) -> None:
         """All of the step's gradients have been submitted."""
-        self._messages.put(_StepEnd(step))
+        self._messages.put(StepEnd(step))
 
     def commit(self, step: int, payload: Mapping[str, Any]) -> None:
         """Have the step's record written, with `payload` in it, once all its chunks are. Does not wait."""
-        self._messages.put(_Payload(step, MappingProxyType(dict(payload))))
+        self._messages.put(Payload(step, MappingProxyType(dict(payload))))
 
     @property
     def committed_step(self) -> int:
@@ -126,7 +110,7 @@ class OptimizerWorker:
         kept = payload[PAYLOAD_KEY]
         self._counts.restore(kept["step_counts"])
         self.clipped_steps, self.skipped_steps = int(kept["clipped_steps"]), int(kept["skipped_steps"])
-        self._commits.resume(step)
+        self._commits.resume(step, with_payload=payload.keys() != {PAYLOAD_KEY})
 
     def close(self) -> None:
         """Finish the steps whose backward has ended, and end the thread."""
@@ -164,10 +148,10 @@ class OptimizerWorker:
             self._closing = True
         elif isinstance(message, UnitUpdate):
             self._receive(message)
-        elif isinstance(message, _StepEnd):
+        elif isinstance(message, StepEnd):
             self._end(message.step)
         else:
-            self._commits.hand_in(message.step, message.values)
+            self._commits.hand_in(message)
             self._settle()
         return not self._closing
 
