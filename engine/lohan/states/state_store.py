@@ -270,6 +270,7 @@ class StateStore:
             file = store.open(folders[directory] / f"{stream}.bin", size_bytes=size_bytes)
             stack.callback(file.close)
             self._files[directory, stream] = file
+        self._record_file.files_made()
 
     def _reopen(self, folders: Sequence[Path], sizes: Mapping[tuple[int, Stream], int], store: Store, stack: contextlib.ExitStack) -> None:
         """Open the files of the step record as they are."""
