@@ -142,6 +142,19 @@ def test_a_step_that_is_rolled_back_was_never_there(ram_bytes, expected, tmp_pat
         assert same(contents(states), expected[2])
 
 
+def test_memory_that_was_changed_and_not_yet_written_is_brought_back(expected, tmp_path):
+    """The optimizer may fail between its update of the memory and the write."""
+    layout = make_layouts()[0]
+    with opened([tmp_path], ram_bytes=ALL_IN_RAM) as states:
+        make_step(states, 1)
+        states.begin_step(2)
+        for tensor in states.resident(layout, layout.chunks[0]).values():
+            tensor.view(torch.uint8).add_(1)
+        assert not same(contents(states), expected[1])
+        states.rollback()
+        assert same(contents(states), expected[1])
+
+
 # ---------------------------------------------------------------- order
 def test_a_step_begins_when_the_record_of_the_one_before_is_durable(tmp_path, monkeypatch):
     order = []

@@ -49,6 +49,23 @@ def test_8bit_states_train_and_take_the_bytes_that_were_planned(precision, tmp_p
 
 
 @pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("states", States)
+def test_training_is_equal_bit_for_bit_wherever_the_states_lie(precision, states, tmp_path):
+    model = make_llama(tied=True)
+    everything = 16 * sum(parameter.numel() for parameter in model.parameters())
+    settings = {"precision": precision, "states": states}
+    outcomes = []
+    for share in (0, 2, 8):
+        memory = {"ram_state_bytes": share * everything // 8}
+        outcomes.append(train_streamed(make_llama(tied=True), make_batches(4), tmp_path / str(share), **settings, **memory))
+    on_disk = [sum(file.stat().st_size for file in (tmp_path / str(share)).rglob("*.bin")) for share in (0, 2, 8)]
+    assert on_disk[0] > on_disk[1] > on_disk[2] == 0
+    for outcome in outcomes[1:]:
+        assert outcome.losses == outcomes[0].losses
+        assert all(torch.equal(outcome.after[name], outcomes[0].after[name]) for name in outcome.after)
+
+
+@pytest.mark.parametrize("precision", Precision)
 def test_8bit_moments_stay_close_to_fp32_ones(precision, tmp_path):
     """Every update rounds the moments: measured 1.6 % of the way after 10 steps, and 5e-4 in the loss; three times that is allowed."""
     batches = make_batches(10)

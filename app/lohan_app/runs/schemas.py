@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from lohan.config import EngineSection, TrainingSection
+from lohan.config import EngineSection, TrainingSection, UnsafeFilesystems
 from lohan_app.auth.schemas import DisplayName
 from lohan_app.entities import RunState, Wanted
 
@@ -40,6 +40,13 @@ class EngineRequest(EngineSection):
     def _administrators_choice(cls, value: tuple[object, ...]) -> tuple[object, ...]:
         if value:
             raise ValueError("is set by the administrator (LOHAN_STATE_DIRS)")
+        return value
+
+    @field_validator("unsafe_filesystems")
+    @classmethod
+    def _administrators_drives(cls, value: UnsafeFilesystems) -> UnsafeFilesystems:
+        if value is not UnsafeFilesystems.REFUSE:
+            raise ValueError("the drives are the administrator's choice (LOHAN_STATE_DIRS)")
         return value
 
 

@@ -11,17 +11,18 @@ import resource
 import tempfile
 from pathlib import Path
 
-from lohan.config import UpdateSchedule
+from lohan.config import Durability, UpdateSchedule
 from lohan.hardware.probe import StateDirectoryFacts
+from lohan.planning.filesystems import refusal as unfitness
 from lohan.planning.footprint import CHUNK_PARAMETERS
 from lohan.planning.planner import SSD_RESERVE_BYTES
 from lohan.planning.schedule import UPDATE_ORDERS
 from lohan.units import format_bytes
 from lohan_app.worker.findings import Finding, Status
 
-STAGING_BYTES = UPDATE_ORDERS[UpdateSchedule.OPTIMIZED].chunks_in_flight * CHUNK_PARAMETERS * 14
-"""Buffers between the optimizer and the drives in bf16 training (4 + 4 + 4 + 2 bytes a parameter) of any model whose largest unit fills a
-chunk: what a run would have io_uring pin at least."""
+STAGING_BYTES = UPDATE_ORDERS[UpdateSchedule.OPTIMIZED].chunks_in_flight * CHUNK_PARAMETERS * 12
+"""Buffers between the optimizer and the drives (12 bytes a parameter) of any model whose largest unit fills a chunk: what a run would have
+io_uring pin at least."""
 
 _MLOCK_ONFAULT = 1  # counts the range without filling it
 _MAP_NORESERVE = 0x4000  # in Python's mmap from 3.12 on; takes no swap space either
@@ -114,11 +115,16 @@ def _may_lock(size_bytes: int) -> bool:
 
 
 def state_drive(directory: StateDirectoryFacts) -> Finding:
-    """Room and direct I/O of the file system a state folder lies on."""
+    """Room, kind and direct I/O of the file system a state folder lies on."""
     space = f"{format_bytes(directory.free_bytes)} free of {format_bytes(directory.total_bytes)} ({directory.filesystem})"
     subject = "state drive"
     if directory.free_bytes <= SSD_RESERVE_BYTES:
         return Finding(subject, Status.MISSING, f"{directory.path}: {space}", "Free space there: states take 12 bytes per parameter.")
+    unfit = [durability for durability in Durability if unfitness(directory.filesystem, durability)]
+    if unfit:
+        which = "states" if len(unfit) == len(Durability) else "states with durability step"
+        reason = unfitness(directory.filesystem, unfit[0])
+        return Finding(subject, Status.NOTE, f"{directory.path}: {space}; {which} are refused there: it {reason}", "Use ext4 or XFS.")
     refusal = direct_refusal(Path(directory.path))
     if refusal is None and not directory.direct_io:
         refusal = "files there do not open with O_DIRECT"

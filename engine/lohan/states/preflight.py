@@ -26,7 +26,7 @@ def locked(folder: Path) -> Iterator[IO[bytes]]:
         StorageError: it cannot be made, or is in use by another run.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         lock = (folder / "lock").open("ab")
     except OSError as error:
         raise StorageError(
@@ -43,6 +43,24 @@ def locked(folder: Path) -> Iterator[IO[bytes]]:
                 "the state directory is in use by another run", place=str(folder), remedy="Use another folder.", errno=error.errno
             ) from error
         yield lock
+
+
+def _make(folder: Path) -> None:
+    """Make `folder` with its parents, so that a power failure does not take its entry back."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        with contextlib.suppress(PermissionError):  # one may write to a folder and not open it; then the system's own time must do
+            sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make a file's bytes or a folder's entries durable; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_filesystems(folders: Sequence[Path], durability: Durability, unsafe: UnsafeFilesystems) -> None:

@@ -13,6 +13,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import torch
 
 from lohan._native import ThreadPool, checksum
 from lohan.errors import EngineError, ResumeError, StorageError
+from lohan.states.preflight import sync
 from lohan.states.slots import Part
 from lohan.states.streams import Stream
 
@@ -90,10 +92,15 @@ class RecordFile:
         for folder in self._folders:
             for name in (RECORD_FILE, IDENTITY_FILE):
                 (folder / name).unlink(missing_ok=True)
-            _sync_folder(folder)
+            _sync(folder)
         self._identity = uuid.uuid4().hex
         for index, folder in enumerate(self._folders):
             _replace(folder / IDENTITY_FILE, json.dumps({"states": self._identity, "directory": index}).encode())
+
+    def files_made(self) -> None:
+        """The data files are there: make their entries durable, which syncing the files does not."""
+        for folder in self._folders:
+            _sync(folder)
 
     def write(self, step: int, parts: Mapping[Part, tuple[int, int]], payload: Mapping[str, Any]) -> StepRecord:
         """Make this the record. When it returns, the record is durable.
@@ -139,8 +146,8 @@ class RecordFile:
             raise _refused(self.path, f"the states there belong to something else: this run has {differences}")
         self._check_identities()
         # A trainer that was killed between rename and sync leaves an entry that a power failure could still take back.
-        _sync_file(self.path)
-        _sync_folder(self._folders[0])
+        _sync(self.path)
+        _sync(self._folders[0])
         self.epoch = record.epoch
         return record, parts
 
@@ -220,22 +227,11 @@ def _replace(path: Path, content: bytes) -> None:
         temporary.rename(path)
 
     _translated(path, replace)
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    _sync_file(folder, os.O_DIRECTORY)
-
-
-def _sync_file(path: Path, flags: int = 0) -> None:
-    def sync() -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    _translated(path, sync)
+def _sync(path: Path) -> None:
+    _translated(path, partial(sync, path))
 
 
 def _translated(path: Path, action: Callable[[], None]) -> None:

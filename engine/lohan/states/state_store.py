@@ -80,6 +80,7 @@ class StateStore:
         self.bytes_read = 0
         self.bytes_written = 0
         self._files: dict[tuple[int, Stream], StoreFile] = {}
+        self._lent: set[tuple[int, int]] = set()  # chunks that may have been changed in place since the last commit
         self._unsynced: set[tuple[int, Stream]] = set()
         self._slots = SlotTable()
         self._zero_sums: dict[int, int] = {}
@@ -148,6 +149,8 @@ class StateStore:
         """
         if (layout.index, chunk.index) not in self._resident.chunks:
             return None
+        with self._counter:
+            self._lent.add((layout.index, chunk.index))
         return {stream: self._resident.parts[layout.index, chunk.index, stream] for stream in streams_of(chunk, self.form)}
 
     def read_weights(self, layout: UnitLayout, target: torch.Tensor) -> list[tuple[Chunk, Transfer]]:
@@ -237,6 +240,7 @@ class StateStore:
             raise
         self._slots.commit()
         self._unsynced.clear()
+        self._lent.clear()
         with self._changed:
             self._step, self._open_step = step, None
             self._changed.notify_all()
@@ -250,8 +254,9 @@ class StateStore:
         """
         if self.durability is Durability.NONE or self._ended or self._step < 0:
             raise EngineError(f"there is no step to go back to{self._ended and f': {self._ended}'}", remedy="Start the run anew.")
-        parts = self._slots.rollback()
-        self._fill_memory([part for part in parts if self._resident.get(part) is not None])
+        written = set(self._slots.rollback())
+        self._fill_memory([part for part in self._resident.parts if part in written or part[:2] in self._lent])
+        self._lent.clear()
 
     def close(self) -> None:
         """Close the files, give memory back and the directories free; the files stay."""
@@ -270,6 +275,7 @@ class StateStore:
             file = store.open(folders[directory] / f"{stream}.bin", size_bytes=size_bytes)
             stack.callback(file.close)
             self._files[directory, stream] = file
+        self._record_file.files_made()
 
     def _reopen(self, folders: Sequence[Path], sizes: Mapping[tuple[int, Stream], int], store: Store, stack: contextlib.ExitStack) -> None:
         """Open the files of the step record as they are."""
