@@ -214,7 +214,7 @@ def test_plan_prints_tables_and_json(tmp_path):
     run_file = write_run(tmp_path)
     text = run("plan", run_file)
     assert text.returncode == 0, text.stderr
-    for part in ("RAM:", "SSD:", "parameter slots", "master weights", "37.0 k parameters x 4 B", "Durability: step."):
+    for part in ("RAM:", "SSD:", "parameter slots", "master weights", "37.0 k parameters x 4 B", "Durability: none."):
         assert part in " ".join(text.stdout.split())  # lines are wrapped
     plan = Plan.model_validate_json(run("plan", run_file, "--json").stdout)
     assert plan.parameters == 37024
