@@ -125,21 +125,38 @@ def train_plain(
     return Outcome(losses, before, weights_of(model), norms)
 
 
-def train_plain_bf16(model: nn.Module, batches: Sequence[Batch], *, lr: float = 1e-3, seed: int = 7) -> Outcome:
-    """bf16 training over fp32 master weights: gradients in bf16, AdamW in fp32, the weights rounded from the masters after each step."""
+def train_plain_bf16(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    max_gradient_norm: float | None = None,
+    accumulation: int = 1,
+    lr: float = 1e-3,
+    seed: int = 7,
+) -> Outcome:
+    """bf16 training over fp32 master weights: gradients in bf16, AdamW in fp32, the weights rounded from the masters after each step.
+
+    Gradients are added up and clipped in fp32; see `train_plain` for what the options mean.
+    """
     before = weights_of(model)
     masters = [parameter.detach().float().clone().requires_grad_() for parameter in model.parameters()]
     model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(masters, lr=lr)
     torch.manual_seed(seed)
     losses, norms = [], []
-    for batch in batches:
-        loss = model(**on_device_of(model, batch)).loss
-        loss.backward()
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad = parameter.grad.float()
-            parameter.grad = None
+    for group in grouped(batches, accumulation):
+        loss = torch.zeros(())
+        optimizer.zero_grad()
+        for part, tokens in zip(group, token_counts(group), strict=True):
+            share = model(**on_device_of(model, part)).loss * (tokens / sum(token_counts(group)))
+            share.backward()
+            loss = loss + share.detach().cpu()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = parameter.grad.float() if master.grad is None else master.grad + parameter.grad.float()
+                parameter.grad = None
         norms.append(sum(master.grad.double().pow(2).sum().item() for master in masters))
+        if max_gradient_norm is not None:
+            nn.utils.clip_grad_norm_(masters, max_gradient_norm)
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):

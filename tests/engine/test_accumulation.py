@@ -6,12 +6,10 @@ import pytest
 import torch
 
 import lohan
-from lohan.config import Precision, UpdateSchedule
 from lohan.errors import EngineError
 from tests.engine.reference import (
     Outcome,
     adamw,
-    assert_bitwise_equal,
     assert_equal_training,
     make_batches,
     make_llama,
@@ -34,17 +32,6 @@ def test_parity_with_accumulation(accumulation, tied, tmp_path):
     streamed = train_streamed(model, batches, tmp_path, accumulation=accumulation)
     assert len(streamed.losses) == 12 // accumulation
     assert_equal_training(streamed, plain)
-
-
-@pytest.mark.parametrize("precision", Precision)
-def test_parity_of_schedules_bit_for_bit_with_accumulation(precision, tmp_path):
-    batches = make_batches(6, padded=True)
-    outcomes = [
-        train_streamed(make_llama(), batches, tmp_path / schedule, schedule=schedule, precision=precision, accumulation=3)
-        for schedule in UpdateSchedule
-    ]
-    for other in outcomes[1:]:
-        assert_bitwise_equal(outcomes[0], other)
 
 
 def test_parity_with_accumulation_and_global_clipping(tmp_path):

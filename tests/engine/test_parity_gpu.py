@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lohan.config import Precision
+from lohan.config import Precision, UpdateSchedule
 from lohan.streaming.parameters import DebugMode
 from tests.engine.reference import (
     assert_equal_training,
@@ -68,3 +68,13 @@ def test_parity_gpu_bf16(tmp_path):
     for step, (ours, theirs) in enumerate(zip(streamed.losses, plain.losses, strict=True)):
         assert abs(ours - theirs) <= 1e-3 * abs(theirs), f"loss of step {step + 1}: {ours} != {theirs}"
     assert relative_difference(streamed, plain) < 0.2
+
+
+@pytest.mark.parametrize("schedule", UpdateSchedule)
+@pytest.mark.parametrize("clip", ["none", "global"])
+def test_parity_gpu_schedules_with_clipping_and_accumulation(schedule, clip, tmp_path):
+    model, batches = make_llama(tied=True), make_batches(12, padded=True)
+    limit = {"max_gradient_norm": 0.5} if clip == "global" else {}
+    plain = train_plain(twin(model).cuda(), batches, accumulation=3, **limit)
+    options = {"schedule": schedule, "clip": clip, "accumulation": 3, "debug": DebugMode.NAN_FILL, **limit}
+    assert_equal_training(train_streamed(model, batches, tmp_path, device="cuda", **options), plain)
