@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints chromium up worker doctor demo test test-native test-native-soak test-parity test-engine test-app test-e2e \
+.PHONY: help setup constraints chromium up worker doctor demo test test-native test-native-soak test-parity test-crash test-engine test-app test-e2e \
         lint fmt types stubs migrate revision vendor bench clean
 
 BIN := .venv/bin
@@ -64,6 +64,9 @@ test-native-soak: setup  ## Run a million small file operations on each engine: 
 
 test-parity: setup  ## Compare the engine with plain PyTorch, step by step
 	@$(PYTEST) tests/engine -k parity
+
+test-crash: setup  ## Kill trainers at random instants and at every boundary of a step (N=how many, SEED=which instants)
+	@LOHAN_CRASH_KILLS=$(or $(N),100) $(if $(SEED),LOHAN_CRASH_SEED=$(SEED)) $(PYTEST) tests/engine/test_crash.py
 
 test-engine: setup  ## Run the engine's tests
 	@$(PYTEST) tests/engine

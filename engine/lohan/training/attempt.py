@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lohan.config import Precision, RunConfig
-from lohan.events import EventType, Phase
+from lohan.events import EventType, ExitReason, Phase
 from lohan.models.export import save_pretrained
 from lohan.models.load import empty_model, load_config, open_weights
 from lohan.planning.plan import Plan
@@ -42,16 +42,12 @@ class Attempt:
         self._directory = config.output.directory
         self._state_directories = state_directories(config)
 
-    def execute(self) -> None:
-        try:
-            self._train()
-        except BaseException:
-            if self._stop.is_cancelled or not can_resume(self._config):
-                remove_states(self._state_directories)
-            raise
-        remove_states(self._state_directories)
+    def tidy(self, reason: ExitReason) -> None:
+        """Remove the states, unless the run can go on from them. After the exit event: else a kill in between would undo the whole run."""
+        if reason in (ExitReason.SUCCEEDED, ExitReason.CANCELLED) or not can_resume(self._config):
+            remove_states(self._state_directories)
 
-    def _train(self) -> None:
+    def execute(self) -> None:
         model_config = load_config(self._config.model.path)
         rows = prepare_rows(self._config, model_config, self._reporter, self._stop)
         course = Course.of(rows, self._config.training, data_digest=rows.digest if is_resumable(self._config) else "")

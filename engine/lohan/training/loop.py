@@ -29,12 +29,13 @@ def train(config: RunConfig, *, attempt: int | None = None, listener: Listener |
     directory = config.output.directory
     with hold_run(directory), StopWatch(directory) as stop:
         reporter = Reporter(directory, attempt=attempt or next_attempt(directory), listener=listener)
-        reason, error = ExitReason.FAILED, None
+        reason, error, work = ExitReason.FAILED, None, None
         try:
             reporter.begin(Phase.PREPARING_DATA, "Starting.")
             from lohan.training.attempt import Attempt
 
-            Attempt(config, reporter, stop).execute()
+            work = Attempt(config, reporter, stop)
+            work.execute()
             reason = ExitReason.SUCCEEDED
         except StopRequested:
             reason = stop.reason
@@ -46,4 +47,6 @@ def train(config: RunConfig, *, attempt: int | None = None, listener: Listener |
         finally:
             reporter.say(EventType.EXIT, reason=str(reason), error=error.to_dict() if error is not None else None)
             reporter.close()
+            if work is not None:
+                work.tidy(reason)
         return reason
