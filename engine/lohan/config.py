@@ -133,7 +133,7 @@ class EngineSection(_Section):
     """Where master weights and moments live, one folder per drive; none means `states/` in the run's folder."""
     states: States = States.AUTO
     """`auto` keeps moments in fp32 (12 bytes a parameter with the master weights), `8bit` in 8 bits (6.03 bytes)."""
-    durability: Durability = Durability.NONE
+    durability: Durability = Durability.STEP
     """`step` commits every step, for twice the space on the drives; `none` keeps nothing to resume from."""
     ram_state_bytes: Annotated[int, Field(ge=0)] = 0
     """Host memory for model states, the first units' first; the others (with durability `step` all of them) lie on the drives."""

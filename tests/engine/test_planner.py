@@ -60,7 +60,11 @@ def plan_of(
 ) -> Plan:
     settings = TrainingSection(**({"batch_size": 16, "sequence_length": 1024} | training))
     return make_plan(
-        workload or llama(), model_name="llama-7b", training=settings, engine=engine or EngineSection(), hardware=hardware or machine()
+        workload or llama(),
+        model_name="llama-7b",
+        training=settings,
+        engine=engine or EngineSection(durability="none"),
+        hardware=hardware or machine(),
     )
 
 
@@ -115,7 +119,7 @@ def test_fp32_doubles_the_device_and_has_no_working_copy():
 )
 def test_8bit_states_are_half_the_bytes_with_their_scales_counted(precision, weights):
     workload = llama()
-    plan = plan_of(workload, engine=EngineSection(states=States.EIGHT_BIT), precision=precision, batch_size=1)
+    plan = plan_of(workload, engine=EngineSection(states=States.EIGHT_BIT, durability="none"), precision=precision, batch_size=1)
     on_drives = items(plan, Tier.SSD)
     assert {name: on_drives[name] for name in weights} == {name: size * workload.parameters for name, size in weights.items()}
     assert on_drives["moments"] == 2 * workload.parameters + 2 * 4 * workload.parameters // 256
@@ -129,7 +133,7 @@ def test_8bit_states_are_half_the_bytes_with_their_scales_counted(precision, wei
 @pytest.mark.parametrize(("schedule", "clip"), [("serial", "none"), ("serial", "per_unit"), ("naive", "global"), ("optimized", "global")])
 def test_gradients_that_wait_for_the_end_of_the_backward_are_counted(schedule, clip):
     workload = llama()
-    plan = plan_of(workload, engine=EngineSection(schedule=schedule), clip=clip)
+    plan = plan_of(workload, engine=EngineSection(schedule=schedule, durability="none"), clip=clip)
     item = next(item for item in plan.tier(Tier.RAM).items if item.name == "host gradient buffers")
     assert item.bytes == 2 * workload.parameters
     assert plan.schedule == schedule
@@ -138,7 +142,7 @@ def test_gradients_that_wait_for_the_end_of_the_backward_are_counted(schedule, c
 def test_the_schedules_differ_in_chunks_under_way():
     staging = {}
     for schedule in UpdateSchedule:
-        items = plan_of(engine=EngineSection(schedule=schedule)).tier(Tier.RAM).items
+        items = plan_of(engine=EngineSection(schedule=schedule, durability="none")).tier(Tier.RAM).items
         staging[schedule] = next(item.bytes for item in items if item.name == "optimizer staging")
     assert staging["serial"] == staging["optimized"] == 3 * staging["naive"]
 
@@ -161,7 +165,7 @@ def test_steps_that_are_committed_take_two_slots_and_write_no_more():
 def test_states_in_ram_save_reads_and_without_commits_space_and_writes_too():
     workload = llama()
     half = 6 * workload.parameters
-    alone = plan_of(workload, engine=EngineSection(ram_state_bytes=half))
+    alone = plan_of(workload, engine=EngineSection(ram_state_bytes=half, durability="none"))
     copied = plan_of(workload, engine=EngineSection(ram_state_bytes=half, durability="step"))
     assert items(alone, Tier.RAM)["model states"] == items(copied, Tier.RAM)["model states"] == half
     assert items(alone, Tier.SSD)["moments"] == 4 * workload.parameters
@@ -170,11 +174,11 @@ def test_states_in_ram_save_reads_and_without_commits_space_and_writes_too():
     assert copied.ssd_bytes_written_per_step == 12 * workload.parameters
     assert alone.ssd_bytes_per_step == 14 * workload.parameters
     assert copied.ssd_bytes_per_step == 20 * workload.parameters
-    everything = plan_of(workload, engine=EngineSection(ram_state_bytes=2**60), hardware=machine(ram_gib=512))
+    everything = plan_of(workload, engine=EngineSection(ram_state_bytes=2**60, durability="none"), hardware=machine(ram_gib=512))
     assert items(everything, Tier.RAM)["model states"] == 12 * workload.parameters
     assert everything.ssd_bytes_per_step == 0
     with pytest.raises(CapacityError, match="host memory"):
-        plan_of(workload, engine=EngineSection(ram_state_bytes=2**60), hardware=machine(ram_gib=64))
+        plan_of(workload, engine=EngineSection(ram_state_bytes=2**60, durability="none"), hardware=machine(ram_gib=64))
 
 
 @pytest.mark.parametrize(("filesystem", "durability"), [("tmpfs", "none"), ("overlay", "step"), ("btrfs", "step")])
@@ -214,10 +218,10 @@ def test_micro_batch_need_not_divide_the_batch():
 
 
 def test_micro_batch_that_was_asked_for_is_kept_or_refused():
-    assert plan_of(engine=EngineSection(micro_batch_size=3)).micro_batch_size == 3
+    assert plan_of(engine=EngineSection(micro_batch_size=3, durability="none")).micro_batch_size == 3
     fitting = plan_of(hardware=machine(gpu_gib=10)).micro_batch_size
     with pytest.raises(CapacityError) as caught:
-        plan_of(hardware=machine(gpu_gib=10), engine=EngineSection(micro_batch_size=16))
+        plan_of(hardware=machine(gpu_gib=10), engine=EngineSection(micro_batch_size=16, durability="none"))
     assert caught.value.place == "GPU memory"
     assert f"engine.micro_batch_size = {fitting} fits" in caught.value.remedy
     assert caught.value.need_bytes > caught.value.have_bytes == 10 * GIB
@@ -265,7 +269,10 @@ def test_space_of_drives_adds_up_and_directories_on_one_drive_share_it():
 
 
 def test_cpu_run_has_the_device_items_in_ram():
-    for hardware, engine in ((machine(gpu_gib=None), EngineSection()), (machine(), EngineSection(device="cpu"))):
+    for hardware, engine in (
+        (machine(gpu_gib=None), EngineSection(durability="none")),
+        (machine(), EngineSection(device="cpu", durability="none")),
+    ):
         plan = plan_of(hardware=hardware, engine=engine)
         assert plan.device == "cpu"
         assert plan.tier(Tier.GPU).items == ()
@@ -274,24 +281,24 @@ def test_cpu_run_has_the_device_items_in_ram():
 
 
 def test_caps_bound_what_a_run_may_use():
-    engine = EngineSection(gpu_memory_bytes=10 * GIB, host_memory_bytes=20 * GIB)
+    engine = EngineSection(gpu_memory_bytes=10 * GIB, host_memory_bytes=20 * GIB, durability="none")
     plan = plan_of(engine=engine)
     assert plan.tier(Tier.GPU).capacity_bytes == 10 * GIB
     assert plan.tier(Tier.RAM).capacity_bytes == 20 * GIB
-    assert plan_of(engine=EngineSection(gpu_memory_bytes=999 * GIB)).tier(Tier.GPU).capacity_bytes == 24 * GIB
+    assert plan_of(engine=EngineSection(gpu_memory_bytes=999 * GIB, durability="none")).tier(Tier.GPU).capacity_bytes == 24 * GIB
 
 
 @pytest.mark.parametrize(
     ("device", "chosen"), [("auto", "GPU-0a"), ("cuda", "GPU-0a"), ("cuda:1", "GPU-0b"), ("GPU-0b", "GPU-0b"), ("cpu:0", "cpu:0")]
 )
 def test_devices(device, chosen):
-    assert plan_of(engine=EngineSection(device=device)).device == chosen
+    assert plan_of(engine=EngineSection(device=device, durability="none")).device == chosen
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "GPU-ff"])
 def test_unknown_devices_are_named(device):
     with pytest.raises(ConfigError, match="usable GPUs: GPU-0a, GPU-0b"):
-        plan_of(engine=EngineSection(device=device))
+        plan_of(engine=EngineSection(device=device, durability="none"))
 
 
 def test_sequence_beyond_the_context_is_refused():
@@ -347,16 +354,16 @@ def test_the_cpu_by_its_instructions(tmp_path, lines, name, multiplies_bf16):
 def test_bf16_is_the_default_except_on_a_cpu_without_its_instructions():
     old, new = machine(gpu_gib=None), machine(gpu_gib=None)
     new = new.model_copy(update={"cpu": new.cpu.model_copy(update={"multiplies_bf16": True})})
-    assert default_precision(EngineSection(), old) is Precision.FP32
-    assert default_precision(EngineSection(), new) is Precision.BF16
-    assert default_precision(EngineSection(), machine()) is Precision.BF16
-    assert default_precision(EngineSection(device="cpu"), machine()) is Precision.FP32
+    assert default_precision(EngineSection(durability="none"), old) is Precision.FP32
+    assert default_precision(EngineSection(durability="none"), new) is Precision.BF16
+    assert default_precision(EngineSection(durability="none"), machine()) is Precision.BF16
+    assert default_precision(EngineSection(device="cpu", durability="none"), machine()) is Precision.FP32
     with pytest.raises(ConfigError, match="cuda:7"):
-        default_precision(EngineSection(device="cuda:7"), machine())
+        default_precision(EngineSection(device="cuda:7", durability="none"), machine())
 
 
 def test_a_plan_in_bf16_for_a_cpu_without_it_says_so():
-    cpu = EngineSection(device="cpu")
+    cpu = EngineSection(device="cpu", durability="none")
     notes = {precision: " ".join(plan_of(engine=cpu, precision=precision).notes) for precision in Precision}
     assert "This CPU has no bf16 instructions" in notes[Precision.BF16]
     assert "instructions" not in notes[Precision.FP32]

@@ -100,7 +100,7 @@ def test_terminated_trainer_finishes_its_step_and_says_interrupted(endless, tmp_
     events = events_of(tmp_path)
     assert events[-1] == ("exit", {"reason": "interrupted", "error": None})
     assert events[-2][0] == "step"
-    assert not list((tmp_path / "run").glob("**/*.bin"))
+    assert list((tmp_path / "run").glob("**/*.bin")), "the states stay, to be resumed from"
     assert not (tmp_path / "run" / "export").exists()
 
 
@@ -214,7 +214,7 @@ def test_plan_prints_tables_and_json(tmp_path):
     run_file = write_run(tmp_path)
     text = run("plan", run_file)
     assert text.returncode == 0, text.stderr
-    for part in ("RAM:", "SSD:", "parameter slots", "master weights", "37.0 k parameters x 4 B", "Durability: none."):
+    for part in ("RAM:", "SSD:", "parameter slots", "master weights", "37.0 k parameters x 4 B", "Durability: step."):
         assert part in " ".join(text.stdout.split())  # lines are wrapped
     plan = Plan.model_validate_json(run("plan", run_file, "--json").stdout)
     assert plan.parameters == 37024
