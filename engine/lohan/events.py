@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -79,11 +80,23 @@ class EventWriter:
             self._file.write(b"\n")
         self._attempt = attempt
         self._seq = 0
+        self._folder, self._is_linked = path.parent, False
 
     def write(self, type: EventType, **fields: Any) -> None:
         self._seq += 1
         event = {"attempt": self._attempt, "seq": self._seq, "time": time.time(), "type": str(type), **_json_ready(fields)}
         self._file.write(json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Bring what was written to the drive: it is there after a power failure too. Takes as long as the drive needs."""
+        os.fdatasync(self._file.fileno())
+        if not self._is_linked:
+            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)  # the file's own entry, which it has since it was made
+            finally:
+                os.close(folder)
+            self._is_linked = True
 
     def close(self) -> None:
         self._file.close()

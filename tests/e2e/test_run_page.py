@@ -69,6 +69,23 @@ def test_a_restarted_run_begins_its_curve_again(site: Site, visitor: Visitor, op
     expect(page.locator("#curve-text")).to_contain_text("Step 3:")
 
 
+def test_a_resumed_run_keeps_its_curve_up_to_its_step(site: Site, visitor: Visitor, open_page: Opener) -> None:
+    run = arrange.add_run(site, visitor, attempt=2)
+    arrange.Trainer(site, run).steps(1, 9)
+    page = open_page(site, f"/runs/{run.id}", visitor)
+    expect(page.locator("#curve-text")).to_contain_text("Step 9:")
+    second = arrange.Trainer(site, run, attempt=2)
+    second.event(EventType.STARTED, device="cpu", total_steps=40, resumed_step=7)
+    expect(page.locator("#curve-text")).to_contain_text("Step 7:")
+    expect(page.locator("#run-summary")).to_contain_text("resumed from step 7")
+    second.steps(8, 8)
+    expect(page.locator("#curve-text")).to_contain_text("Step 8:")
+    second.steps(9, 12)
+    expect(page.locator("#curve-text")).to_contain_text("Step 12:")
+    points = page.evaluate(f"""fetch("/api/v1/runs/{run.id}/metrics").then((reply) => reply.json())""")["data"]
+    assert [(point["step"], point["attempt"]) for point in points] == [(step, 1 if step < 8 else 2) for step in range(1, 13)]
+
+
 def test_one_stream_is_open_and_none_while_the_tab_is_hidden(site: Site, visitor: Visitor, open_page: Opener) -> None:
     run = arrange.add_run(site, visitor)
     trainer = arrange.Trainer(site, run)

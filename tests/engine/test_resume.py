@@ -17,6 +17,7 @@ from lohan.hardware.probe import occupied_bytes, probe
 from lohan.planning.plan import Tier
 from lohan.planning.planner import SSD_RESERVE_BYTES
 from lohan.states.record import FOLDER, read_record
+from lohan.streaming.executor import Session
 from lohan.training.loop import train
 from lohan.training.plan_run import plan_run, state_directories
 from lohan.training.reporter import next_attempt
@@ -137,6 +138,25 @@ def test_a_run_that_fell_before_its_first_record_begins_again(tmp_path, tmp_path
 def _fall_at_first_step(kind: EventType, fields: dict[str, Any]) -> None:
     if kind is EventType.STEP:
         raise Killed
+
+
+def test_events_are_on_the_drive_before_their_step_is_recorded(tmp_path, monkeypatch):
+    done: list[str] = []
+    for owner, name in ((EventWriter, "sync"), (Session, "commit")):
+        original = getattr(owner, name)
+
+        def noting(*arguments: Any, name: str = name, original: Any = original) -> None:
+            done.append(name)
+            original(*arguments)
+
+        monkeypatch.setattr(owner, name, noting)
+    config = make_config(tmp_path, max_steps=2)
+    assert train(config) is ExitReason.SUCCEEDED
+    assert done == ["sync", "commit"] * 2
+    done.clear()
+    plain = config.model_copy(update={"engine": config.engine.model_copy(update={"durability": Durability.NONE})})
+    assert train(plain) is ExitReason.SUCCEEDED
+    assert done == []
 
 
 def test_a_cancelled_run_leaves_no_states_and_an_interrupted_one_keeps_them(tmp_path):

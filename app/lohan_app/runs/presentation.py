@@ -49,6 +49,7 @@ SETTING_NAMES = {
     "updates": "Updates",
     "device": "Device",
     "micro_batch_size": "Micro-batch",
+    "durability": "Durability",
     "gpu_memory_bytes": "GPU memory at most",
     "host_memory_bytes": "RAM at most",
 }

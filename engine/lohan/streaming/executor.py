@@ -107,6 +107,11 @@ class Session:
         self._stages.worker.commit(self._driver.steps, payload)
 
     @property
+    def durability(self) -> Durability:
+        """What the session's states can be resumed from."""
+        return self._stages.states.durability
+
+    @property
     def steps(self) -> int:
         """Steps done, skipped ones and those before a resumption included."""
         return self._driver.steps

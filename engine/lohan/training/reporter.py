@@ -51,6 +51,10 @@ class Reporter:
     def warn(self, message: str, remedy: str | None = None) -> None:
         self.say(EventType.WARNING, message=message, remedy=remedy)
 
+    def sync(self) -> None:
+        """Bring all events so far to the drive."""
+        self._writer.sync()
+
     def close(self) -> None:
         self._writer.close()
 

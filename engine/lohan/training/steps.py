@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from lohan.config import TrainingSection
+from lohan.config import Durability, TrainingSection
 from lohan.data.pack import Batch, BatchSampler, TokenRows
 from lohan.events import EventType, Phase
 from lohan.streaming.executor import Session
@@ -81,7 +81,10 @@ class Steps:
             self._stop.check()
             metrics = self._step(step)
             self._reporter.say(EventType.STEP, **metrics)
-            self._session.commit(self._checkpoint(step + 1, metrics).to_payload())
+            if self._session.durability is not Durability.NONE:
+                # The event before the record: a step that is recorded is never done again, so nobody would say it a second time.
+                self._reporter.sync()
+                self._session.commit(self._checkpoint(step + 1, metrics).to_payload())
 
     def _step(self, step: int) -> dict[str, Any]:
         """Do step `step` (from 0); returns what its event says."""
