@@ -15,6 +15,7 @@ from urllib.parse import quote
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from lohan.config import UnsafeFilesystems
 from lohan.errors import ConfigError, StorageError
 
 ENVIRONMENT_PREFIX = "LOHAN_"
@@ -61,6 +62,8 @@ class Settings(BaseSettings):
     """Folders whose sub-folders and GGUF files can be registered as base models."""
     state_dirs: Annotated[tuple[Path, ...], NoDecode] = ()
     """Folders for master weights and moments, one per drive; unset means `states` in the data folder."""
+    unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE
+    """Whether these may lie on file systems that are no place for states: `refuse` or `allow`, for trials."""
     devices: Annotated[tuple[str, ...], NoDecode] = ()
     """Devices runs may use: GPU UUIDs or `cpu:N`; unset means every GPU, or `cpu:0` where there is none."""
     upload_limit_bytes: Annotated[int, Field(ge=1)] = 2 * 1024**3

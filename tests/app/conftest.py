@@ -12,6 +12,7 @@ from fixtures.service import Person, make_person
 from sqlalchemy import Engine
 from starlette.testclient import TestClient
 
+from lohan.config import UnsafeFilesystems
 from lohan_app.db import create_db_engine, migrate
 from lohan_app.entities import Role
 from lohan_app.main import create_app
@@ -38,7 +39,12 @@ def settings(database: str, request: pytest.FixtureRequest, tmp_path: Path) -> S
     """Settings of an appliance with a migrated database, an empty data folder and no broker."""
     model_dir = tmp_path / "models"
     model_dir.mkdir()
-    common = {"data_dir": tmp_path / "data", "model_dirs": (model_dir,), "devices": ("cpu:0",)}
+    common = {
+        "data_dir": tmp_path / "data",
+        "model_dirs": (model_dir,),
+        "devices": ("cpu:0",),
+        "unsafe_filesystems": UnsafeFilesystems.ALLOW,
+    }
     if database == "postgres":
         settings = Settings(database_url=request.getfixturevalue("postgres_url"), **common)
         settings.make_folders()

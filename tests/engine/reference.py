@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lohan
-from lohan.config import Precision
+from lohan.config import Precision, UnsafeFilesystems
 
 VOCABULARY = 100
 Batch = dict[str, torch.Tensor]
@@ -219,6 +219,7 @@ def open_session(model: nn.Module, optimizer: torch.optim.AdamW, directory: Path
         "state_directories": [directory],
         "chunk_parameters": 4096,
         "threads": 1,
+        "unsafe_filesystems": UnsafeFilesystems.ALLOW,  # a temporary folder may well be in memory
     }
     return lohan.init(model, optimizer, **{**settings, **options})
 

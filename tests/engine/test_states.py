@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lohan.config import UnsafeFilesystems
 from lohan.errors import CapacityError, ConfigError, StorageError
 from lohan.memory.store import Store
 from lohan.planning.state_form import StateForm
@@ -86,7 +87,7 @@ def test_what_is_loaded_is_read_back(form, tmp_path):
     layout = make_layout(drawn)
     values = {place.name: torch.randn(place.shape) for place in layout.parameters}
     with Store() as io:
-        states = StateStore([layout], [tmp_path / "a", tmp_path / "b"], form, io)
+        states = StateStore([layout], [tmp_path / "a", tmp_path / "b"], form, io, unsafe_filesystems=UnsafeFilesystems.ALLOW)
         states.load_unit(layout, lambda index: values[layout.parameters[index].name])
         weights = torch.empty(layout.elements, dtype=states.weights_stream.dtype)
         for _, transfer in states.read_weights(layout, weights):
@@ -113,7 +114,7 @@ def test_moments_start_at_zero_over_the_leftovers_of_an_earlier_run(tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "first_moment.bin").write_bytes(b"\xff" * 65536)
     with Store() as io:
-        states = StateStore([layout], [tmp_path], StateForm.FP32, io)
+        states = StateStore([layout], [tmp_path], StateForm.FP32, io, unsafe_filesystems=UnsafeFilesystems.ALLOW)
         moment = torch.full((layout.chunks[0].length,), math.nan)
         states.read(layout, layout.chunks[0], Stream.FIRST_MOMENT, moment).wait()
         assert not moment.any()
@@ -125,7 +126,7 @@ def test_states_larger_than_the_drive_are_refused_with_both_figures(tmp_path):
         0, "huge", UnitKind.BLOCK, [ParameterSpecification("weight", (2**25, 2**25), trainable=True)], chunk_parameters=2**50
     )
     with Store() as io, pytest.raises(CapacityError, match=r"need 12288\.00 TiB") as caught:
-        StateStore([huge], [tmp_path], StateForm.SPLIT, io)
+        StateStore([huge], [tmp_path], StateForm.SPLIT, io, unsafe_filesystems=UnsafeFilesystems.ALLOW)
     assert caught.value.need_bytes == 12 * 2**50
     assert 0 < caught.value.have_bytes < caught.value.need_bytes
     assert not list((tmp_path / FOLDER).glob("*.bin"))

@@ -116,7 +116,9 @@ def test_placements_are_equal_bit_for_bit(durability, in_place, expected, tmp_pa
 
 def test_memory_for_states_stands_on_the_account_and_comes_back(tmp_path):
     with Arena(budget_bytes=ALL_IN_RAM) as arena, Store() as io:
-        states = StateStore(make_layouts(), [tmp_path], StateForm.SPLIT, io, ram_bytes=ALL_IN_RAM, arena=arena)
+        states = StateStore(
+            make_layouts(), [tmp_path], StateForm.SPLIT, io, ram_bytes=ALL_IN_RAM, arena=arena, unsafe_filesystems=UnsafeFilesystems.ALLOW
+        )
         held = {holding.holder: holding.bytes for holding in arena.ledger.holdings}
         assert held["model states"] == sum(len(part.view(torch.uint8)) for part in states._resident.parts.values())
         states.close()

@@ -40,6 +40,7 @@ precision = "fp32"
 evaluation_rows = 4
 [engine]
 device = "cpu"
+unsafe_filesystems = "allow"
 threads = 1
 [output]
 directory = "run"

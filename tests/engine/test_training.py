@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lohan.config import Precision, RunConfig, Schedule, TrainingSection, parse_run_config
+from lohan.config import Precision, RunConfig, Schedule, TrainingSection, UnsafeFilesystems, parse_run_config
 from lohan.data.pack import BatchSampler, TokenRows
 from lohan.data.prepare import prepare_tokens
 from lohan.data.tokenize import Tokenizer
@@ -47,7 +47,7 @@ def make_config(
             "model": {"path": model or make_tiny_model(folder / "model")},
             "data": {"path": data or write_jsonl(folder / "rows.jsonl", messages_rows(40))},
             "training": settings | training,
-            "engine": {"device": "cpu", "micro_batch_size": 3, "threads": 1} | (engine or {}),
+            "engine": {"device": "cpu", "micro_batch_size": 3, "threads": 1, "unsafe_filesystems": "allow"} | (engine or {}),
             "output": {"directory": folder / "run"},
         },
         place="test",
@@ -248,6 +248,7 @@ def test_sharded_export_loads(tmp_path):
             optimizer,
             batch_size=1,
             seq_length=8,
+            unsafe_filesystems=UnsafeFilesystems.ALLOW,
             state_directories=[tmp_path / "states"],
             device="cpu",
             precision=Precision.FP32,

@@ -29,6 +29,7 @@ def plan_run(
     """
     usable = _as_if_idle(_usable(facts, settings), active)
     _check_device(engine.device, usable, settings)
+    engine = engine.model_copy(update={"unsafe_filesystems": settings.unsafe_filesystems})
     if "precision" not in training.model_fields_set:
         training = training.model_copy(update={"precision": default_precision(engine, usable)})
     return make_plan(Workload.model_validate(model.workload), model_name=model.name, training=training, engine=engine, hardware=usable)

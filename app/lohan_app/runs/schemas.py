@@ -46,7 +46,7 @@ class EngineRequest(EngineSection):
     @classmethod
     def _administrators_drives(cls, value: UnsafeFilesystems) -> UnsafeFilesystems:
         if value is not UnsafeFilesystems.REFUSE:
-            raise ValueError("the drives are the administrator's choice (LOHAN_STATE_DIRS)")
+            raise ValueError("is set by the administrator (LOHAN_UNSAFE_FILESYSTEMS)")
         return value
 
 

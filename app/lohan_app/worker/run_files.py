@@ -50,7 +50,11 @@ def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> R
     """The run's configuration, with the device it was given."""
     files = RunFiles(settings.run_folder(run.id))
     engine = dict(run.settings.get("engine", {}))
-    engine |= {"device": device, "state_directories": [str(folder) for folder in state_directories(settings, run.id)]}
+    engine |= {
+        "device": device,
+        "state_directories": [str(folder) for folder in state_directories(settings, run.id)],
+        "unsafe_filesystems": settings.unsafe_filesystems,
+    }
     values = {
         "model": {"path": str(weights)},
         "data": {"path": str(files.tokens), "skip_bad_rows": run.skip_bad_rows},
