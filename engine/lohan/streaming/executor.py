@@ -218,7 +218,8 @@ def init(
 ) -> Session:
     """Put the engine under `model`: afterwards `model(input_ids=…, labels=…).loss.backward()` updates it, one backward being one step.
 
-    Nothing about the model or the optimizer is changed when this raises.
+    A backward inside `lohan.accumulate()` only adds to the step's gradients. Nothing about the model or the optimizer is changed when this
+    raises.
 
     Args:
         model: a decoder-only transformers model; with real weights, or from `lohan.empty_model` together with `weights`.
