@@ -177,7 +177,8 @@ def take_over(optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> No
 
     def refuse(*_: Any, **__: Any) -> None:
         raise EngineError(
-            "the optimizer's states are in the state store", remedy="Use the session to read weights; states are not resumable yet."
+            "the optimizer's states are in the state store",
+            remedy="Use the session to read weights, and lohan.init with durability and resume to go on from a recorded step.",
         )
 
     for name, function in (("step", step), ("zero_grad", zero_grad)):
