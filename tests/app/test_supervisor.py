@@ -32,6 +32,7 @@ from lohan_app.settings import Settings
 from lohan_app.worker.launcher import RunFiles, TrainerNote
 from lohan_app.worker.processes import holding
 from lohan_app.worker.supervisor import Supervisor
+from lohan_app.worker.verdict import RESUME, START_AGAIN
 
 
 @pytest.fixture(autouse=True)
@@ -196,14 +197,19 @@ def test_an_announced_attempt_that_never_began_is_started(settings: Settings, en
     assert (run.state, run.attempt) == (RunState.SUCCEEDED, 1)
 
 
-def test_a_killed_trainer_is_queued_again_with_the_reason(settings: Settings, engine: Engine) -> None:
+@pytest.mark.parametrize(("durability", "goes_on"), [("step", RESUME), ("none", START_AGAIN)])
+def test_a_killed_trainer_is_queued_again_with_the_reason(settings: Settings, engine: Engine, durability: str, goes_on: str) -> None:
     run_id = make_run(settings, engine, state=RunState.STARTING, script={"kill_self_at_step": 2}, reserved_ram_bytes=5)
+    with write_transaction(engine) as session:
+        run = repository.get_run(session, run_id)
+        assert run is not None
+        run.settings = {"training": {"max_steps": 3}, "engine": {"durability": durability}}
     supervise(settings, run_id)
     run = read_run(engine, run_id)
     assert (run.state, run.attempt, run.devices, run.reserved_ram_bytes) == (RunState.QUEUED, 1, [], 0)
     assert "SIGKILL" in run.state_reason
     assert "attempt 1 of 3" in run.state_reason
-    assert "base model" in run.state_reason
+    assert run.state_reason.endswith(goes_on)
 
 
 def test_a_trainer_killed_in_every_attempt_fails(settings: Settings, engine: Engine) -> None:
