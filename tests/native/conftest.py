@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lohan._native import FaultPlan, IoEngine, io_uring_refusal
+from lohan._native import FaultPlan, IoEngine, IoPool, io_uring_refusal
 
 
 @pytest.fixture(params=[IoEngine.THREADS, IoEngine.URING], ids=lambda engine: engine.name)
@@ -21,3 +21,12 @@ def plan() -> Iterator[FaultPlan]:
     plan = FaultPlan()
     yield plan
     plan.release()
+
+
+@pytest.fixture
+def pool(engine, plan) -> Iterator[IoPool]:
+    """Two operations under way at a time: enough for an order to be seen."""
+    pool = IoPool(2, engine=engine, depth=2, faults=plan)
+    yield pool
+    plan.release()
+    pool.close()

@@ -7,35 +7,14 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from lohan._native import AlignedBuffer, FaultPlan, IoEngine, IoError, IoPool, io_uring_refusal
+from lohan._native import AlignedBuffer, IoEngine, IoError, io_uring_refusal
 from tests.fixtures.waiting import wait_until
 from tests.native.children import run_child
-
-PAGE = 4096
-MIB = 1 << 20
-PATIENCE_SECONDS = 60
-
-
-@pytest.fixture
-def pool(engine, plan) -> Iterator[IoPool]:
-    pool = IoPool(2, engine=engine, depth=2, faults=plan)
-    yield pool
-    plan.release()
-    pool.close()
-
-
-def random_bytes(count: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
-
-
-def wait_until_held(plan: FaultPlan, count: int) -> None:
-    wait_until(lambda: plan.held >= count, interval_seconds=0.001, what=f"{count} held operations")
-
+from tests.native.transfers import MIB, PAGE, PATIENCE_SECONDS, random_bytes
 
 # ---------------------------------------------------------------- batches
 
