@@ -60,9 +60,7 @@ void UpdateFloat32Moments(const AdamScalars& scalars, const void* gradients, flo
         start, stop,
         [&](int64_t group) {
           Prefetch(source + group);
-          if constexpr (kMaster != kSplitMaster) Prefetch(from.master + group);
-          if constexpr (kMaster == kSplitMaster) Prefetch(from.weights + group);
-          if constexpr (kMaster == kSplitMaster) Prefetch(from.remainder + group);
+          MasterOf<kMaster>::PrefetchAt(from, group);
           Prefetch(from.first_moment + group);
           Prefetch(from.second_moment + group);
           update.Run(source + group, from, to, group);

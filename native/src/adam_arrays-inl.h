@@ -154,6 +154,15 @@ struct MasterOf {
     if constexpr (kMaster != kSplitMaster) return Load<Floats>(in.master + i);
   }
 
+  static void PrefetchAt(const AdamState& in, int64_t group) {
+    if constexpr (kMaster == kSplitMaster) {
+      Prefetch(in.weights + group);
+      Prefetch(in.remainder + group);
+    } else {
+      Prefetch(in.master + group);
+    }
+  }
+
   /// Two vectors at a time: halves of two make a whole one.
   static void StoreTo(Floats first, Floats second, const AdamState& out, int64_t i) {
     if constexpr (kMaster == kSplitMaster) {

@@ -165,9 +165,7 @@ class EightBitUpdate {
     for (int64_t place = 0; place < kMomentBlockElements; place += kGroup) {
       const int64_t group = start + place;
       Prefetch(gradients + group);
-      if constexpr (kMaster != kSplitMaster) Prefetch(in.master + group);
-      if constexpr (kMaster == kSplitMaster) Prefetch(in.weights + group);
-      if constexpr (kMaster == kSplitMaster) Prefetch(in.remainder + group);
+      MasterOf<kMaster>::PrefetchAt(in, group);
       Prefetch(in.first_codes + group);
       Prefetch(in.second_codes + group);
       moments.Run(gradients + group, in, group, place);

@@ -37,11 +37,6 @@ class StateForm(StrEnum):
     def has_8bit_moments(self) -> bool:
         return self in (StateForm.FP32_8BIT, StateForm.SPLIT_8BIT)
 
-    @property
-    def weights_itemsize(self) -> int:
-        """Bytes per parameter of what the device computes with: all that a frozen parameter has."""
-        return 2 if self.is_split else 4
-
     def moments_bytes(self, parameters: int) -> int:
         """Both moments of `parameters` parameters, scales counted."""
         return 2 * (parameters + 4 * -(-parameters // SCALE_BLOCK)) if self.has_8bit_moments else 8 * parameters

@@ -227,7 +227,7 @@ def init(
             learning-rate schedulers work; its `step()` does nothing but raise pending errors.
         batch_size: rows of a batch at most.
         seq_length: tokens of a row at most.
-        state_directories: one folder per drive for the model states; overwritten.
+        state_directories: one folder per drive for the model states; overwritten unless `resume`.
         micro_batch_size: rows that run through a block at once; None takes the plan's, else all rows.
         device: auto, cpu, cuda, cuda:N or a GPU's UUID.
         precision: bf16 computes in bf16 with fp32 master weights; fp32 computes in fp32.
@@ -250,9 +250,9 @@ def init(
         ConfigError: a number is out of range, or there is no such device.
         EngineError: model or optimizer are in a state the engine cannot honour.
         ModelError: no blocks were found, or `weights` do not fit.
-        CapacityError, StorageError: the state directories cannot hold the states.
+        CapacityError: the state directories cannot hold the states, or host memory what moves through it.
+        StorageError: a state directory cannot be used.
         ResumeError: there is no state to resume, it is damaged, or belongs to another model.
-        CapacityError: host memory cannot hold what moves through it.
     """
     _check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
     micro_batch_size, slots = _choose(micro_batch_size, slots, batch_size, plan)
