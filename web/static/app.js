@@ -77,7 +77,7 @@
 
   // ---- polling ----
   const connection = document.getElementById("connection");
-  let lastReply = null;
+  let lastReply = new Date(performance.timeOrigin); // the page itself is the first reply
 
   function isPoll(element) {
     return (element.getAttribute("hx-trigger") || "").includes("every");
@@ -94,8 +94,7 @@
       return;
     }
     if (!isPoll(event.detail.elt)) return;
-    const since = lastReply ? ` What you see is from ${lastReply.toLocaleTimeString()}.` : "";
-    connection.textContent = `No answer from the server.${since} Trying again.`;
+    connection.textContent = `No answer from the server. What you see is from ${lastReply.toLocaleTimeString()}. Trying again.`;
     connection.hidden = false;
   });
   document.addEventListener("htmx:afterSettle", () => localTimes(document));

@@ -24,7 +24,7 @@
   let retry = null;
   let countdown = null;
   let refresh = null;
-  let lastNews = null;
+  let lastNews = new Date(performance.timeOrigin); // the page itself is the first news
 
   const isTerminal = () => document.getElementById("run-summary").dataset.terminal === "yes";
 
@@ -65,6 +65,7 @@
     for (;;) {
       const reply = await fetch(`${api}/metrics?after_step=${curve.lastStep}`, { headers: { Accept: "application/json" } });
       if (!reply.ok) throw new Error(`metrics: ${reply.status}`);
+      lastNews = new Date();
       const before = curve.lastStep;
       const part = await reply.json();
       lastEventId ??= part.last_event_id;
@@ -143,9 +144,9 @@
     const waitSeconds = Math.min(LONGEST_WAIT_SECONDS, 2 ** retries);
     retries += 1;
     let left = waitSeconds;
-    const since = lastNews ? ` What you see is from ${lastNews.toLocaleTimeString()}.` : "";
+    const since = `What you see is from ${lastNews.toLocaleTimeString()}.`;
     const say = () => {
-      connection.textContent = `Connection to the server lost.${since} Trying again${left > 0 ? ` in ${left} s` : ""}.`;
+      connection.textContent = `Connection to the server lost. ${since} Trying again${left > 0 ? ` in ${left} s` : ""}.`;
       connection.hidden = false;
       left -= 1;
     };
