@@ -123,6 +123,17 @@ def test_a_lost_server_is_said_and_found_again(fresh_site: Site, open_page: Open
     expect(page.locator("#connection")).to_be_hidden()
 
 
+def test_a_page_whose_stream_never_opened_says_how_old_it_is(site: Site, visitor: Visitor, open_page: Opener, complaints: Complaints) -> None:
+    complaints.expect("net::ERR")
+    run = arrange.add_run(site, visitor)
+    arrange.Trainer(site, run).steps(1, 4)
+    page = open_page(site, "/settings", visitor)
+    page.route("**/events*", lambda route: route.abort())
+    page.goto(f"/runs/{run.id}")
+    expect(page.locator("#curve-text")).to_contain_text("Step 4:")
+    expect(page.locator("#connection")).to_contain_text("Connection to the server lost. What you see is from")
+
+
 def test_the_log_is_plain_text_and_follows(site: Site, visitor: Visitor, open_page: Opener) -> None:
     run = arrange.add_run(site, visitor)
     log = site.settings.run_folder(run.id) / "trainer.log"
