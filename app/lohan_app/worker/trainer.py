@@ -58,10 +58,6 @@ class Trainer:
         return trainer if trainer._process.is_alive() else None
 
     @property
-    def is_adopted(self) -> bool:
-        return self._child is None
-
-    @property
     def pid(self) -> int:
         return self._note.pid
 
