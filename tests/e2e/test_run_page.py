@@ -123,7 +123,9 @@ def test_a_lost_server_is_said_and_found_again(fresh_site: Site, open_page: Open
     expect(page.locator("#connection")).to_be_hidden()
 
 
-def test_a_page_whose_stream_never_opened_says_how_old_it_is(site: Site, visitor: Visitor, open_page: Opener, complaints: Complaints) -> None:
+def test_a_page_whose_stream_never_opened_says_how_old_it_is(
+    site: Site, visitor: Visitor, open_page: Opener, complaints: Complaints
+) -> None:
     complaints.expect("net::ERR")
     run = arrange.add_run(site, visitor)
     arrange.Trainer(site, run).steps(1, 4)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import resource
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from lohan._native import AlignedBuffer
+from lohan._native import AlignedBuffer, IoEngine
 from lohan.errors import CapacityError
 from lohan.memory.arena import LARGEST_WASTE, Arena, Holding, Paging
 from lohan.memory.store import Store
@@ -237,6 +238,43 @@ def test_pinned_memory_is_pinned_and_usable_by_the_native_core(tmp_path):
     assert torch.equal(target.to("cuda"), on_device)
     arena.close()
     assert not source.is_pinned()
+
+
+def pinned_bytes() -> int:
+    """What the kernel has pinned for this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmPin"))
+    return int(line.split()[1]) * 1024
+
+
+def test_what_files_are_read_into_is_pinned_once_by_io_uring_and_used_again_for_the_same_store_only(tmp_path):
+    size = 64 * PAGE
+    before = pinned_bytes()
+    with Store() as store, Arena() as arena:
+        tensor = arena.allocate(size, torch.uint8, holder="staging", moved_by=store)
+        assert pinned_bytes() - before == (size if store.engine is IoEngine.URING else 0)
+        address = tensor.data_ptr()
+        with store.open(tmp_path / "file", size_bytes=size) as file:
+            tensor.copy_(torch.arange(size) % 251)
+            file.write(0, tensor).wait()
+            tensor.zero_()
+            file.read(0, tensor).wait()
+            assert torch.equal(tensor, (torch.arange(size) % 251).to(torch.uint8))
+        arena.free(tensor)
+        del tensor
+        assert take(arena, size).data_ptr() != address
+        assert arena.allocate(size, torch.uint8, holder="staging", moved_by=store).data_ptr() == address
+    assert pinned_bytes() == before
+
+
+def test_a_store_that_cannot_register_moves_the_same_bytes(tmp_path):
+    with Store(engine=IoEngine.THREADS) as store, Arena() as arena, store.open(tmp_path / "file", size_bytes=PAGE) as file:
+        assert "io_uring" in store.register(AlignedBuffer(PAGE)).refusal
+        tensor = arena.allocate(PAGE, torch.uint8, holder="staging", moved_by=store)
+        tensor.fill_(7)
+        file.write(0, tensor).wait()
+        tensor.zero_()
+        file.read(0, tensor).wait()
+        assert torch.equal(tensor, torch.full((PAGE,), 7, dtype=torch.uint8))
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """Host memory for what moves: page-aligned tensors of exactly the size asked for, from slabs that are used again, on one account.
 
-A *slab* is one mapping: page aligned, huge-page advised and spread over the machine's NUMA nodes from 2 MiB on, and registered with CUDA
-where it is to be pinned. torch's own pinned allocator rounds up to powers of two, which wastes up to half; a slab here is the size asked
-for, rounded up to a page.
+A *slab* is one mapping: page aligned, huge-page advised and spread over the machine's NUMA nodes from 2 MiB on, registered with CUDA
+where it is to be pinned, and with io_uring where files are read into it. torch's own pinned allocator rounds up to powers of two, which
+wastes up to half; a slab here is the size asked for, rounded up to a page.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from lohan.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from lohan.memory.store import Store
 
 LARGEST_WASTE = 1 / 8
 """Of a slab that is used again, at most this part lies idle behind the pages of the tensor it serves."""
@@ -79,12 +81,15 @@ class Ledger:
 
 
 class _Slab:
-    def __init__(self, size_bytes: int, paging: Paging) -> None:
+    def __init__(self, size_bytes: int, paging: Paging, moved_by: Store | None) -> None:
         """Raises MemoryError when the system refuses the memory, or CUDA to pin it."""
         self.buffer = AlignedBuffer(size_bytes)
         self.size_bytes = size_bytes
         self.paging = paging
+        self.moved_by = moved_by
         self.holder = ""
+        # A refusal (no io_uring, or too little memory may be locked) only costs what pinning for each transfer costs.
+        self._registered = moved_by.register(self.buffer) if moved_by is not None else None
         self._own_references = self._references()
         if paging is Paging.PINNED:
             _register(self.buffer)
@@ -95,6 +100,7 @@ class _Slab:
 
     def release(self) -> None:
         """Unpin. The memory goes with the last reference to the buffer."""
+        self._registered = None
         if self.paging is Paging.PINNED:
             _unregister(self.buffer)
 
@@ -105,8 +111,8 @@ class _Slab:
 class Arena:
     """Allocates host tensors, knows who holds them, and keeps their memory until it is closed. Thread-safe.
 
-    A slab that was given back serves a later request of the same paging if at most `LARGEST_WASTE` of it would lie idle; the smallest
-    such slab is taken. Idle slabs go back to the system when the budget or the machine has no room for a new one.
+    A slab that was given back serves a later request of the same paging and store if at most `LARGEST_WASTE` of it would lie idle; the
+    smallest such slab is taken. Idle slabs go back to the system when the budget or the machine has no room for a new one.
 
     Args:
         budget_bytes: the most that may be mapped at once; None leaves it to the machine.
@@ -128,12 +134,15 @@ class Arena:
         with self._lock:
             return self._account()
 
-    def allocate(self, elements: int, dtype: torch.dtype, *, holder: str, paging: Paging = Paging.PAGEABLE) -> torch.Tensor:
+    def allocate(
+        self, elements: int, dtype: torch.dtype, *, holder: str, paging: Paging = Paging.PAGEABLE, moved_by: Store | None = None
+    ) -> torch.Tensor:
         """A page-aligned 1-D tensor on the CPU. Its contents are undefined: zero in a new slab, an earlier holder's in a used one.
 
         Args:
             elements: its length.
             holder: who it is for, in words that a user understands; the ledger adds up by it.
+            moved_by: whose transfers read and write it: the kernel pins it for them once, where it may, instead of each time.
 
         Raises:
             CapacityError: the budget is used up, the system refuses the memory, or CUDA refuses to pin it.
@@ -145,7 +154,7 @@ class Arena:
             return torch.empty(0, dtype=dtype)
         need_bytes = elements * dtype.itemsize
         with self._lock:
-            slab = self._reuse(need_bytes, paging) or self._map(need_bytes, paging, holder)
+            slab = self._reuse(need_bytes, paging, moved_by) or self._map(need_bytes, paging, moved_by, holder)
             slab.holder = holder
             self._held[slab.buffer.address] = slab
             self._holdings[holder] += slab.size_bytes
@@ -192,12 +201,13 @@ class Arena:
             peak_bytes=self._peak_bytes,
         )
 
-    def _reuse(self, need_bytes: int, paging: Paging) -> _Slab | None:
+    def _reuse(self, need_bytes: int, paging: Paging, moved_by: Store | None) -> _Slab | None:
         """The smallest idle slab that serves, no longer idle."""
         fitting = [
             slab
             for slab in self._idle
             if slab.paging is paging
+            and slab.moved_by is moved_by
             and slab.size_bytes >= need_bytes
             and _round_up(need_bytes) >= (1 - LARGEST_WASTE) * slab.size_bytes
             and not slab.in_use()
@@ -207,7 +217,7 @@ class Arena:
             self._idle.remove(best)
         return best
 
-    def _map(self, need_bytes: int, paging: Paging, holder: str) -> _Slab:
+    def _map(self, need_bytes: int, paging: Paging, moved_by: Store | None, holder: str) -> _Slab:
         """A new slab, within the budget."""
         size_bytes = _round_up(need_bytes)
         if self._budget_bytes is not None:
@@ -215,11 +225,11 @@ class Arena:
             if self._mapped_bytes + size_bytes > self._budget_bytes:
                 raise self._over_budget(holder, size_bytes, self._budget_bytes)
         try:
-            slab = _Slab(size_bytes, paging)
+            slab = _Slab(size_bytes, paging, moved_by)
         except MemoryError:
             self._give_up_idle(size_bytes)
             try:
-                slab = _Slab(size_bytes, paging)
+                slab = _Slab(size_bytes, paging, moved_by)
             except MemoryError as error:
                 raise self._refused(holder, size_bytes, str(error)) from error
         self._mapped_bytes += size_bytes

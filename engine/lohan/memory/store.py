@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from lohan._native import FaultPlan, IoEngine, IoError, IoErrorKind, IoFile, IoPool, IoTicket
+from lohan._native import AlignedBuffer, FaultPlan, IoEngine, IoError, IoErrorKind, IoFile, IoMemory, IoPool, IoTicket
 from lohan.errors import StorageError
 from lohan.hardware.transfers import ENGINE_BLOCK_BYTES, Engine, load_choice
 from lohan.units import format_bytes
@@ -226,6 +226,10 @@ class Store:
         with _translated():
             paths = path if isinstance(path, Path) else list(path)
             return StoreFile(self._pool.open(paths, size_bytes=size_bytes, stripe_bytes=stripe_bytes))
+
+    def register(self, buffer: AlignedBuffer) -> IoMemory:
+        """Have the kernel pin `buffer` once, for all transfers, as long as what is returned lives; its `refusal` says why it does not."""
+        return self._pool.register_memory(buffer)
 
     def close(self) -> None:
         """Complete what was started and end the threads; files stay open. Closing twice is harmless."""

@@ -73,7 +73,7 @@ class StateStore:
         threads: int = 1,
         unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
     ) -> None:
-        self.form, self.durability = form, durability
+        self.form, self.durability, self.transfers = form, durability, store
         self.record: StepRecord | None = None  # what was resumed
         self._pool = ThreadPool(threads)
         self._counter = threading.Lock()

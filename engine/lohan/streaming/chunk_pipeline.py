@@ -87,7 +87,7 @@ class ChunkPipeline:
     ) -> None:
         self._store, self._pool, self._on_read, self._on_written = store, pool, on_read, on_written
         self._most, self._most_reading = in_flight, max(1, in_flight - 1)
-        allocate = partial(arena.allocate, holder="optimizer staging")
+        allocate = partial(arena.allocate, holder="optimizer staging", moved_by=store.transfers)
         self._free: list[_Buffers] = [
             {stream: allocate(stream.length(chunk_elements), stream.dtype) for stream in trainable_streams(store.form)}
             for _ in range(in_flight)

@@ -124,13 +124,16 @@ class ParameterStream:
         self._stream = make_stream(device)
         on_cpu = device.type == "cpu"
         self._staging = [
-            arena.allocate(largest, dtype, holder="host staging", paging=Paging.for_copies_with(device)) for _ in range(0 if on_cpu else 2)
+            arena.allocate(largest, dtype, holder="host staging", paging=Paging.for_copies_with(device), moved_by=store.transfers)
+            for _ in range(0 if on_cpu else 2)
         ]
         self._staged = [Event(device) for _ in self._staging]
         # On the CPU a slot is host memory that files are read into directly.
         self._slots = [
             _Slot(
-                arena.allocate(largest, dtype, holder="parameter slots") if on_cpu else torch.empty(largest, dtype=dtype, device=device),
+                arena.allocate(largest, dtype, holder="parameter slots", moved_by=store.transfers)
+                if on_cpu
+                else torch.empty(largest, dtype=dtype, device=device),
                 device,
             )
             for _ in range(slots)
