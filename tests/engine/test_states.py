@@ -90,7 +90,7 @@ def test_what_is_loaded_is_read_back(form, tmp_path):
         states = StateStore([layout], [tmp_path / "a", tmp_path / "b"], form, io, unsafe_filesystems=UnsafeFilesystems.ALLOW)
         states.load_unit(layout, lambda index: values[layout.parameters[index].name])
         weights = torch.empty(layout.elements, dtype=states.weights_stream.dtype)
-        for _, transfer in states.read_weights(layout, weights):
+        for _, transfer in states.read_weights(layout, weights, layout.chunks):
             transfer.wait()
         for place in layout.parameters:
             value = values[place.name]

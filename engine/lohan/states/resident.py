@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lohan.memory.arena import Arena
+from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Transfer
 from lohan.states.slots import Part
-from lohan.states.streams import BLOCK_BYTES, streams_of
+from lohan.states.streams import BLOCK_BYTES, streams_of, weights_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,11 +27,17 @@ class ResidentChunks:
     A backward ends with the first units and the next forward begins with them, so that their update is what a step waits for.
     Contents are undefined until they are filled.
 
+    Args:
+        weights_paging: of the working copies, which a GPU may copy from; pinning the states that stay on the host as well would take
+            half a second per GB for nothing.
+
     Raises:
         CapacityError: the arena has no room for them.
     """
 
-    def __init__(self, layouts: Sequence[UnitLayout], form: StateForm, arena: Arena, budget_bytes: int) -> None:
+    def __init__(
+        self, layouts: Sequence[UnitLayout], form: StateForm, arena: Arena, budget_bytes: int, weights_paging: Paging = Paging.PAGEABLE
+    ) -> None:
         self._arena = arena
         self._slabs: list[torch.Tensor] = []
         self._parts: dict[Part, torch.Tensor] = {}
@@ -44,14 +50,12 @@ class ResidentChunks:
                 if sum(sizes) > left:
                     return
                 left -= sum(sizes)
-                slab = arena.allocate(sum(sizes), torch.uint8, holder=HOLDER)
-                self._slabs.append(slab)
                 self.chunks.add((layout.index, chunk.index))
-                offset = 0
                 for stream, size in zip(streams, sizes, strict=True):
-                    view = slab[offset : offset + stream.size_bytes(chunk.length)].view(stream.dtype)
-                    self._parts[layout.index, chunk.index, stream] = view
-                    offset += size
+                    paging = weights_paging if stream is weights_stream(form) else Paging.PAGEABLE
+                    slab = arena.allocate(size, torch.uint8, holder=HOLDER, paging=paging)
+                    self._slabs.append(slab)
+                    self._parts[layout.index, chunk.index, stream] = slab[: stream.size_bytes(chunk.length)].view(stream.dtype)
 
     def get(self, part: Part) -> torch.Tensor | None:
         """The part's memory; None where it has none."""

@@ -21,7 +21,7 @@ import torch
 from lohan._native import ThreadPool, checksum, copy_with_checksum, join_master, split_master
 from lohan.config import Durability, UnsafeFilesystems
 from lohan.errors import ConfigError, EngineError, ResumeError
-from lohan.memory.arena import Arena
+from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Store, StoreFile, Transfer
 from lohan.states.preflight import check_filesystems, check_space, locked
 from lohan.states.record import FOLDER, Fingerprint, RecordFile, StepRecord
@@ -47,6 +47,7 @@ class StateStore:
         store: opens the files.
         durability: what can be resumed.
         ram_bytes: of host memory for chunks: the first units'. With durability `none` these have no place in the files.
+        weights_paging: of their working copies; see `ResidentChunks`.
         resume: go on from the step record that is there; otherwise what an earlier run left is overwritten.
         arena: where that memory comes from; None: an account of its own.
         threads: for checksums and for splitting and joining masters.
@@ -68,6 +69,7 @@ class StateStore:
         *,
         durability: Durability = Durability.NONE,
         ram_bytes: int = 0,
+        weights_paging: Paging = Paging.PAGEABLE,
         resume: bool = False,
         arena: Arena | None = None,
         threads: int = 1,
@@ -95,7 +97,7 @@ class StateStore:
             for folder in folders:
                 stack.enter_context(locked(folder))
             check_filesystems(folders, durability, unsafe_filesystems)
-            self._resident = ResidentChunks(layouts, form, arena or stack.enter_context(Arena()), ram_bytes)
+            self._resident = ResidentChunks(layouts, form, arena or stack.enter_context(Arena()), ram_bytes, weights_paging)
             stack.callback(self._resident.free)
             in_memory_alone = self._resident.chunks if durability is Durability.NONE else ()
             slots = 1 if durability is Durability.NONE else 2
@@ -153,11 +155,15 @@ class StateStore:
             self._lent.add((layout.index, chunk.index))
         return {stream: self._resident.parts[layout.index, chunk.index, stream] for stream in streams_of(chunk, self.form)}
 
-    def read_weights(self, layout: UnitLayout, target: torch.Tensor) -> list[tuple[Chunk, Transfer]]:
-        """Start reading a unit's working copy into the flat `target`, ahead of the optimizer's transfers."""
+    def resident_weights(self, layout: UnitLayout, chunk: Chunk) -> torch.Tensor | None:
+        """The memory of a chunk's working copy, to be read only; None where it has none."""
+        return self._resident.get((layout.index, chunk.index, self.weights_stream))
+
+    def read_weights(self, layout: UnitLayout, target: torch.Tensor, chunks: Sequence[Chunk]) -> list[tuple[Chunk, Transfer]]:
+        """Start reading the working copies of a unit's `chunks` into its flat `target`, ahead of the optimizer's transfers."""
         return [
             (chunk, self.read(layout, chunk, self.weights_stream, target[chunk.offset : chunk.offset + chunk.length], urgent=True))
-            for chunk in layout.chunks
+            for chunk in chunks
         ]
 
     def read_parameter(self, layout: UnitLayout, parameter: ParameterLayout) -> torch.Tensor:

@@ -257,7 +257,7 @@ class ParameterStream:
         if self._device.type == "cpu":
             if self._debug is DebugMode.NAN_FILL:
                 time.sleep(self._delays.random() * _LONGEST_DELAY_SECONDS)
-            for _, ticket in self._store.read_weights(layout, slot.weights):
+            for _, ticket in self._store.read_weights(layout, slot.weights, layout.chunks):
                 ticket.wait()
             return
         with torch.cuda.device(self._device):
@@ -269,7 +269,15 @@ class ParameterStream:
             staging, staged = self._staging[0], self._staged[0]
             staged.synchronize()
             with on_stream(self._stream):
-                for chunk, ticket in self._store.read_weights(layout, staging):
+                in_files = []
+                for chunk in layout.chunks:
+                    memory = self._store.resident_weights(layout, chunk)
+                    if memory is None:
+                        in_files.append(chunk)
+                    else:
+                        # Its next update waits for gradients, and they for who waits for this copy.
+                        slot.weights[chunk.offset : chunk.offset + chunk.length].copy_(memory, non_blocking=True)
+                for chunk, ticket in self._store.read_weights(layout, staging, in_files):
                     ticket.wait()
                     part = slice(chunk.offset, chunk.offset + chunk.length)
                     slot.weights[part].copy_(staging[part], non_blocking=True)

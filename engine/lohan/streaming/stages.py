@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan.config import Durability, Precision, States, UnsafeFilesystems
-from lohan.memory.arena import Arena
+from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Store
 from lohan.planning.schedule import Begin
 from lohan.planning.state_form import StateForm
@@ -79,6 +79,7 @@ class Stages:
                 store,
                 durability=durability,
                 ram_bytes=ram_state_bytes,
+                weights_paging=Paging.for_copies_with(device),
                 resume=resume,
                 arena=self.arena,
                 threads=threads,
