@@ -71,7 +71,7 @@ def opened(
             if not resume:
                 for layout in layouts:
                     values = [torch.randn(place.shape, generator=_generator(layout.index)) for place in layout.parameters]
-                    states.load_unit(layout, values.__getitem__)
+                    states.load_unit(layout, lambda index, start, stop, values=values: values[index].reshape(-1)[start:stop])
                 states.commit(0, {"step": 0})
             yield states
         finally:

@@ -7,12 +7,15 @@ import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 
 from lohan.errors import ModelError
 from lohan.models.load import empty_model, load_config, open_weights
@@ -76,6 +79,45 @@ def test_gguf_file_undoes_the_rotary_permutation(tmp_path):
         assert set(ours.names) == set(source.names)
         for name in source.names:
             assert torch.equal(ours.read(name), source.read(name)), name
+
+
+@pytest.mark.parametrize("matrices", [GGMLQuantizationType.Q4_1, GGMLQuantizationType.F16])
+def test_stretches_of_tensors_are_what_the_whole_holds(tmp_path, matrices):
+    gguf = make_tiny_gguf(tmp_path / "tiny.gguf", matrices=matrices)
+    for path in (gguf, tmp_path / "source"):
+        with open_weights(path) as weights:
+            for name in weights.names:
+                whole = weights.read(name).reshape(-1)
+                count = whole.numel()
+                # Within a row, over rows and over heads, at either end, and nothing at all.
+                for start, stop in ((0, count), (0, 1), (count - 1, count), (count // 3, count // 3 + 7), (5, count - 5), (9, 9)):
+                    assert torch.equal(weights.read_stretch(name, start, stop), whole[start:stop]), (name, start, stop)
+
+
+def test_a_stretch_of_a_large_tensor_takes_memory_for_itself_alone(tmp_path):
+    path = tmp_path / "large.gguf"
+    writer = GGUFWriter(path, "llama")
+    rows, columns = 4096, 1024
+    writer.add_tensor(
+        "token_embd.weight",
+        quantize(np.full((rows, columns), 127, np.float32), GGMLQuantizationType.Q8_0),
+        raw_dtype=GGMLQuantizationType.Q8_0,
+    )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    stretch = 64 * columns
+    with open_weights(path) as weights:
+        tracemalloc.start()
+        try:
+            values = weights.read_stretch("model.embed_tokens.weight", 100, 100 + stretch)
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert torch.equal(values, torch.full((stretch,), 127.0))
+    # The scale times the codes, the codes in fp32, and the result; of at most two rows more. The whole has 16 MiB.
+    assert peak_bytes < 4 * 4 * (stretch + 2 * columns)
 
 
 def test_gguf_configuration_equals_transformers(tmp_path):

@@ -81,6 +81,25 @@ def test_places_never_overlap_and_go_round_robin(drawn, directories, form, slots
     assert all(ends[key] <= sizes[key] for key in ends)
 
 
+def test_a_parameter_larger_than_a_chunk_is_loaded_in_stretches(tmp_path):
+    layout = make_layout([((9, 1000), True), ((5, 900), False)], chunk_parameters=2048)
+    asked = []
+
+    def read(index, start, stop):
+        asked.append((index, start, stop))
+        return torch.zeros(stop - start)
+
+    with Store() as io:
+        states = StateStore([layout], [tmp_path], StateForm.FP32, io, unsafe_filesystems=UnsafeFilesystems.ALLOW)
+        states.load_unit(layout, read)
+        states.close()
+    for index, elements in ((0, 9000), (1, 4500)):
+        stretches = [(start, stop) for parameter, start, stop in asked if parameter == index]
+        assert [start for start, _ in stretches] == [0, *(stop for _, stop in stretches[:-1])]
+        assert stretches[-1][1] == elements
+        assert all(stop - start <= 2048 for start, stop in stretches)
+
+
 @pytest.mark.parametrize("form", StateForm)
 def test_what_is_loaded_is_read_back(form, tmp_path):
     drawn = [((3000,), True), ((7, 11), False), ((50, 41), True), ((), True)]
@@ -88,7 +107,7 @@ def test_what_is_loaded_is_read_back(form, tmp_path):
     values = {place.name: torch.randn(place.shape) for place in layout.parameters}
     with Store() as io:
         states = StateStore([layout], [tmp_path / "a", tmp_path / "b"], form, io, unsafe_filesystems=UnsafeFilesystems.ALLOW)
-        states.load_unit(layout, lambda index: values[layout.parameters[index].name])
+        states.load_unit(layout, lambda index, start, stop: values[layout.parameters[index].name].reshape(-1)[start:stop])
         weights = torch.empty(layout.elements, dtype=states.weights_stream.dtype)
         for _, transfer in states.read_weights(layout, weights, layout.chunks):
             transfer.wait()

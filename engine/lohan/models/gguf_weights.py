@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -48,12 +49,27 @@ class GgufWeights(WeightSource):
         return torch.float32
 
     def read(self, name: str) -> torch.Tensor:
+        return self.read_stretch(name, 0, math.prod(self.shape(name))).view(self.shape(name))
+
+    def read_stretch(self, name: str, start: int, stop: int) -> torch.Tensor:
         source = self._source_of[name]
-        tensor = torch.from_numpy(self._file.read(source))
-        if source.endswith((".attn_q.weight", ".attn_k.weight")):
-            heads = self._heads if source.endswith(".attn_q.weight") else self._key_value_heads
-            tensor = _undo_rotary_permutation(tensor, heads)
-        return tensor
+        tensor = self._file.tensors[source]
+        columns = tensor.shape[-1] if tensor.shape else 1
+        heads = self._heads_of(source)
+        # Rows, or heads where their rows are in another order than the file's, that hold the stretch.
+        grain = tensor.rows // heads if heads else 1
+        first = start // columns // grain * grain
+        last = -(-stop // (columns * grain)) * grain
+        values = torch.from_numpy(self._file.read_rows(source, first, last))
+        if heads:
+            values = _undo_rotary_permutation(values, (last - first) // grain)
+        return values.reshape(-1)[start - first * columns : stop - first * columns]
+
+    def _heads_of(self, source: str) -> int:
+        """How many heads' rows are interleaved in a tensor of the file; 0 in most."""
+        if source.endswith(".attn_q.weight"):
+            return self._heads
+        return self._key_value_heads if source.endswith(".attn_k.weight") else 0
 
     def close(self) -> None:
         self._file.close()

@@ -23,7 +23,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class WeightSource(ABC):
-    """Named tensors on disk. `names`, `shape` and `dtype` cost nothing; `read` touches one tensor. Not thread-safe."""
+    """Named tensors on disk. `names`, `shape` and `dtype` cost nothing; reading touches one tensor. Not thread-safe."""
 
     place: str
     """The folder or file, for messages."""
@@ -43,6 +43,10 @@ class WeightSource(ABC):
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """The tensor: contiguous, on the CPU, not written to by the caller (it may be a view of the file)."""
+
+    def read_stretch(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` of the tensor, row by row; 1-D, otherwise as `read`. Takes no more memory than about its result."""
+        return self.read(name).reshape(-1)[start:stop]  # a view of the file, unless `read` says otherwise
 
     @abstractmethod
     def close(self) -> None: ...

@@ -186,20 +186,18 @@ class StateStore:
         join_master(halves[0], halves[1], master, pool=self._pool)
         return master.view(parameter.shape)
 
-    def load_unit(self, layout: UnitLayout, read: Callable[[int], torch.Tensor]) -> None:
-        """Fill a unit's streams from `read(parameter index)`, which returns the parameter on the CPU; moments are zero.
+    def load_unit(self, layout: UnitLayout, read: Callable[[int, int, int], torch.Tensor]) -> None:
+        """Fill a unit's streams; moments are zero. Holds one chunk at a time, whatever the size of a parameter.
 
-        Holds one parameter and one chunk at a time.
+        Args:
+            read: takes a parameter's index, and start and stop of a stretch of its elements; returns that as a 1-D tensor on the CPU.
         """
-        held, values = -1, torch.empty(0)
         for chunk in layout.chunks:
             master = torch.zeros(chunk.length, dtype=torch.float32)
             for piece in layout.pieces(chunk):
-                place = layout.parameters[piece.parameter]
-                if held != piece.parameter:
-                    held, values = piece.parameter, read(piece.parameter).reshape(-1)
-                start = chunk.offset + piece.offset - place.offset
-                master[piece.offset : piece.offset + piece.length].copy_(values[start : start + piece.length])
+                start = chunk.offset + piece.offset - layout.parameters[piece.parameter].offset
+                values = read(piece.parameter, start, start + piece.length)
+                master[piece.offset : piece.offset + piece.length].copy_(values)
             parts = self._divide(master) if chunk.trainable else {self.weights_stream: master.to(self.weights_stream.dtype)}
             transfers = [self.write(layout, chunk, stream, part) for stream, part in parts.items()]
             for stream in streams_of(chunk, self.form):

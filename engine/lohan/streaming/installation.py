@@ -103,9 +103,11 @@ def _output_projection(model: nn.Module) -> nn.Module | None:
 def load(states: StateStore, units: Sequence[UnitRuntime], weights: WeightSource | None) -> None:
     for unit in units:
 
-        def read(index: int, unit: UnitRuntime = unit) -> torch.Tensor:
+        def read(index: int, start: int, stop: int, unit: UnitRuntime = unit) -> torch.Tensor:
             entry = unit.parameters[index]
-            return entry.parameter.detach().cpu() if weights is None else weights.read(entry.name)
+            if weights is not None:
+                return weights.read_stretch(entry.name, start, stop)
+            return entry.parameter.detach().reshape(-1)[start:stop].cpu()
 
         states.load_unit(unit.layout, read)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -128,6 +129,7 @@ class ReportedWeights(WeightSource):
         self._source, self._reporter, self._stop = source, reporter, stop
         self.place = source.place
         self._read = 0
+        self._elements = max(1, sum(math.prod(source.shape(name)) for name in source.names))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -140,13 +142,20 @@ class ReportedWeights(WeightSource):
         return self._source.dtype(name)
 
     def read(self, name: str) -> torch.Tensor:
-        self._stop.check()
-        self._read += 1
-        self._reporter.progress(min(1.0, self._read / len(self._source.names)))
+        self._report(math.prod(self.shape(name)))
         return self._source.read(name)
+
+    def read_stretch(self, name: str, start: int, stop: int) -> torch.Tensor:
+        self._report(stop - start)
+        return self._source.read_stretch(name, start, stop)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, self.read(name)) for name in self.names)
 
     def close(self) -> None:
         self._source.close()
+
+    def _report(self, elements: int) -> None:
+        self._stop.check()
+        self._read += elements
+        self._reporter.progress(min(1.0, self._read / self._elements))
