@@ -41,13 +41,14 @@ def test_parity_gpu_fp32(tied, debug, tmp_path):
     assert_equal_training(train_streamed(model, make_batches(STEPS, padded=True), tmp_path, device="cuda", debug=debug), plain)
 
 
-def test_parity_gpu_wide_units_and_two_slots(tmp_path):
+@pytest.mark.parametrize("options", [{"slots": 2}, {"slots": 2, "kept_units": 3}], ids=["two slots", "three units kept"])
+def test_parity_gpu_wide_units_and_few_slots(options, tmp_path):
     """Units of 13 MB: copies take long enough that a missing wait between streams would show."""
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
     model = make_llama(**sizes)
     batches = make_batches(6, batch=8, length=128, padded=True)
     plain = train_plain(twin(model).cuda(), batches)
-    options = {"batch_size": 8, "seq_length": 128, "chunk_parameters": 1024 * 1024, "slots": 2, "debug": DebugMode.NAN_FILL}
+    options = {"batch_size": 8, "seq_length": 128, "chunk_parameters": 1024 * 1024, "debug": DebugMode.NAN_FILL, **options}
     assert_equal_training(train_streamed(model, batches, tmp_path, device="cuda", **options), plain)
 
 

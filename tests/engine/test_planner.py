@@ -13,6 +13,7 @@ from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import CpuFacts, GpuFacts, HardwareFacts, RamFacts, StateDirectoryFacts, _cpu, probe
 from lohan.planning.plan import Plan, Tier
 from lohan.planning.planner import default_precision, make_plan
+from lohan.planning.slots import SlotSizes, size_slots
 from lohan.planning.workload import UnitKind, UnitWorkload, Workload
 from lohan.units import GIB
 
@@ -72,12 +73,22 @@ def items(plan: Plan, tier: Tier) -> dict[str, int]:
     return {item.name: item.bytes for item in plan.tier(tier).items}
 
 
+def _kept_elements(workload: Workload, kept_units: int) -> int:
+    """Of the head and the blocks below it."""
+    return sum(unit.parameters for unit in workload.units[::-1][:kept_units])
+
+
+NO_ROOM = machine(gpu_gib=10)
+"""For a 7B model's working slots, and little beside them."""
+
+
 def test_bytes_of_a_7b_model_on_a_gpu():
     workload = llama()
-    plan = plan_of(workload)
+    plan = plan_of(workload, hardware=machine(gpu_gib=16))
     largest, tokens = 12 * 4096 * 4096, 16 * 1024
     gpu = items(plan, Tier.GPU)
-    assert gpu["parameter slots"] == 3 * largest * 2
+    assert 0 < plan.kept_units < 33
+    assert gpu["parameter slots"] == (3 * largest + _kept_elements(workload, plan.kept_units)) * 2
     assert gpu["unit gradient buffers"] == 4 * largest
     assert gpu["boundary activations"] == tokens * 4096 * 33 * 2
     assert gpu["block working set"] == plan.micro_batch_size * 1024 * 20 * 4096 * 2
@@ -89,14 +100,14 @@ def test_bytes_of_a_7b_model_on_a_gpu():
         "moments": 8 * workload.parameters,
         "exported model": 2 * workload.parameters,
     }
-    assert plan.ssd_bytes_per_step == 28 * workload.parameters
+    assert plan.ssd_bytes_per_step == 28 * workload.parameters - 2 * _kept_elements(workload, plan.kept_units)
     assert plan.device == "GPU-0a"
     assert (plan.parameters, plan.slots, plan.durability) == (workload.parameters, 3, "none")
     assert all(tier.used_bytes <= tier.capacity_bytes for tier in plan.tiers)
 
 
 def test_items_print_how_they_come_about():
-    plan = plan_of()
+    plan = plan_of(hardware=NO_ROOM)
     slots = next(item for item in plan.tier(Tier.GPU).items if item.name == "parameter slots")
     assert slots.formula == "3 slots x 201.3 M parameters of the largest unit x 2 B"
     assert all(item.formula for tier in plan.tiers for item in tier.items)
@@ -108,7 +119,10 @@ def test_plan_is_json_and_comes_back():
 
 
 def test_fp32_doubles_the_device_and_has_no_working_copy():
-    bf16, fp32 = plan_of(batch_size=1), plan_of(batch_size=1, precision=Precision.FP32)
+    bf16, fp32 = (
+        plan_of(batch_size=1, hardware=machine(gpu_gib=80), precision=precision) for precision in (Precision.BF16, Precision.FP32)
+    )
+    assert bf16.kept_units == fp32.kept_units == 33
     assert items(fp32, Tier.GPU)["parameter slots"] == 2 * items(bf16, Tier.GPU)["parameter slots"]
     assert items(fp32, Tier.GPU)["unit gradient buffers"] == items(bf16, Tier.GPU)["unit gradient buffers"]
     assert "working copy" not in items(fp32, Tier.SSD)
@@ -165,8 +179,8 @@ def test_steps_that_are_committed_take_two_slots_and_write_no_more():
 def test_states_in_ram_save_reads_and_without_commits_space_and_writes_too():
     workload = llama()
     half = 6 * workload.parameters
-    alone = plan_of(workload, engine=EngineSection(ram_state_bytes=half, durability="none"))
-    copied = plan_of(workload, engine=EngineSection(ram_state_bytes=half, durability="step"))
+    alone = plan_of(workload, hardware=NO_ROOM, engine=EngineSection(ram_state_bytes=half, durability="none"))
+    copied = plan_of(workload, hardware=NO_ROOM, engine=EngineSection(ram_state_bytes=half, durability="step"))
     assert items(alone, Tier.RAM)["model states"] == items(copied, Tier.RAM)["model states"] == half
     assert items(alone, Tier.SSD)["moments"] == 4 * workload.parameters
     assert items(copied, Tier.SSD)["moments"] == 16 * workload.parameters
@@ -203,12 +217,62 @@ def test_tied_embedding_keeps_its_gradients_open():
     assert difference == 4 * 12 * 4096 * 4096
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_units_stay_on_the_gpu_as_far_as_its_memory_goes(tied):
+    workload = llama(tied=tied)
+    counts = []
+    for gpu_gib in (10.5, 12, 16, 24, 80):
+        plan = plan_of(workload, hardware=machine(gpu_gib=gpu_gib))
+        item = next(item for item in plan.tier(Tier.GPU).items if item.name == "parameter slots")
+        slots = size_slots([unit.parameters for unit in workload.units], order_of(workload), working=3, kept=plan.kept_units)
+        assert item.bytes == 2 * slots.elements
+        one_more = size_slots([unit.parameters for unit in workload.units], order_of(workload), working=3, kept=plan.kept_units + 1)
+        used = plan.tier(Tier.GPU).used_bytes
+        assert used <= gpu_gib * GIB
+        assert plan.kept_units == len(order_of(workload)) or used + 2 * (one_more.elements - slots.elements) > gpu_gib * GIB
+        assert (f"{plan.kept_units} units that stay" in item.formula) == bool(plan.kept_units)
+        assert any(f"{plan.kept_units} of 34 units" in note for note in plan.notes) == bool(plan.kept_units)
+        assert plan.ssd_bytes_per_step == 28 * workload.parameters - 2 * slots.kept_elements
+        counts.append(plan.kept_units)
+    assert counts == sorted(counts)
+    # An embedding of its own needs no second load; a tied one is the output projection.
+    assert counts[0] < 3
+    assert counts[-1] == (34 if tied else 33)
+
+
+def order_of(workload: Workload) -> list[int]:
+    blocks_down = list(range(len(workload.units) - 1, 0, -1))
+    return [0, *blocks_down] if workload.tied_embeddings else blocks_down
+
+
+def test_the_micro_batch_comes_before_kept_units():
+    plan = plan_of(hardware=machine(gpu_gib=10))
+    assert plan.micro_batch_size == plan_of(hardware=machine(gpu_gib=10), engine=EngineSection(device="GPU-0a")).micro_batch_size
+    asked = plan_of(hardware=machine(gpu_gib=10), engine=EngineSection(micro_batch_size=1, durability="none"))
+    assert asked.kept_units > plan.kept_units
+
+
+def test_on_the_cpu_no_unit_has_a_slot_of_its_own():
+    plan = plan_of(hardware=machine(gpu_gib=None))
+    assert plan.kept_units == 0
+    assert items(plan, Tier.RAM)["parameter slots"] == 3 * 12 * 4096 * 4096 * 2
+
+
+def test_a_slot_of_its_own_costs_a_unit_its_own_size():
+    slots = size_slots([100, 10, 10, 10, 50], [4, 3, 2, 1], working=3, kept=2)
+    assert (slots.kept, slots.kept_elements, slots.working, slots.working_elements, slots.elements) == ((4, 3), 60, 3, 100, 360)
+    assert size_slots([100, 10, 10, 10, 50], [0, 4, 3, 2, 1], working=3, kept=2).elements == 150 + 3 * 10
+    assert size_slots([100, 10, 10], [2, 1], working=3, kept=9).elements == 120
+    assert size_slots([100, 10], [0, 1], working=3, kept=9) == SlotSizes((0, 1), 110, 0, 0)
+
+
 def test_micro_batch_is_the_largest_that_fits():
     assert plan_of(hardware=machine(gpu_gib=80)).micro_batch_size == 16
-    plan = plan_of(hardware=machine(gpu_gib=10))
+    workload = llama()
+    plan = plan_of(workload, hardware=machine(gpu_gib=10))
     assert 1 <= plan.micro_batch_size < 16
-    # One more row would not fit.
-    used = plan.tier(Tier.GPU).used_bytes + 1024 * 20 * 4096 * 2
+    # One more row would not fit, were no unit kept.
+    used = plan.tier(Tier.GPU).used_bytes - 2 * _kept_elements(workload, plan.kept_units) + 1024 * 20 * 4096 * 2
     assert plan.tier(Tier.GPU).used_bytes <= 10 * GIB < used
 
 

@@ -17,7 +17,7 @@ from lohan.planning.workload import UnitKind
 if TYPE_CHECKING:
     from torch import nn
 
-    from lohan.planning.workload import Workload
+    from lohan.planning.workload import UnitWorkload, Workload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +178,7 @@ def trace_workload(config: Any) -> Workload:
     """
     from lohan.models.load import empty_model
     from lohan.models.trace import saved_elements_per_token
-    from lohan.planning.workload import UnitWorkload, Workload
+    from lohan.planning.workload import Workload
 
     model = empty_model(config)
     units = find_units(model)
@@ -188,13 +188,19 @@ def trace_workload(config: Any) -> Workload:
     text = config.get_text_config()
     return Workload(
         architecture=str(config.model_type),
-        units=tuple(
-            UnitWorkload(name=unit.name, kind=unit.kind, parameters=sum(entry.parameter.numel() for entry in unit.parameters))
-            for unit in units
-        ),
+        units=tuple(_unit_workload(unit) for unit in units),
         hidden_size=text.hidden_size,
         vocabulary_size=text.vocab_size,
         context_length=text.max_position_embeddings,
         tied_embeddings=any(len(entry.names) > 1 for entry in units[0].parameters),
         block_saved_elements_per_token=saved_elements_per_token(module, text.hidden_size, rotary),
     )
+
+
+def _unit_workload(unit: Unit) -> UnitWorkload:
+    from lohan.planning.workload import UnitWorkload
+    from lohan.states.layout import ParameterSpecification, layout_unit
+
+    entries = [ParameterSpecification(entry.name, tuple(entry.parameter.shape), trainable=True) for entry in unit.parameters]
+    elements = layout_unit(0, unit.name, unit.kind, entries).elements
+    return UnitWorkload(name=unit.name, kind=unit.kind, parameters=sum(entry.elements for entry in entries), elements=elements)

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from lohan.config import Durability, EngineSection, Precision
 from lohan.planning.plan import PlanItem
 from lohan.planning.schedule import Begin, UpdateOrder
+from lohan.planning.slots import WORKING_SLOTS, SlotSizes, size_slots
 from lohan.planning.state_form import SCALE_BLOCK, StateForm
 from lohan.planning.workload import UnitKind, Workload
 from lohan.units import GIB, MIB, format_count
 
-PARAMETER_SLOTS = 3
-"""One computed with, one being filled, one still in use by queued work."""
 CHUNK_PARAMETERS = 32 * MIB
 """Elements; the grain of state I/O and of the optimizer."""
 HOST_GRADIENT_BUFFERS = 3
@@ -39,6 +38,10 @@ class Sizes:
     """What the formulas are made of; element counts."""
 
     parameters: int
+    units: tuple[int, ...]
+    """Of each unit's slot, padding included."""
+    backward: tuple[int, ...]
+    """The units whose weights a backward reads, by index, in its order."""
     largest_unit: int
     largest_block: int
     blocks: int
@@ -55,6 +58,8 @@ def measure(workload: Workload, precision: Precision) -> Sizes:
     largest, largest_block = max(unit.parameters for unit in workload.units), max(blocks)
     return Sizes(
         parameters=workload.parameters,
+        units=tuple(unit.slot_elements for unit in workload.units),
+        backward=_backward_order(workload),
         largest_unit=largest,
         largest_block=largest_block,
         blocks=len(blocks),
@@ -67,7 +72,29 @@ def measure(workload: Workload, precision: Precision) -> Sizes:
     )
 
 
-def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int) -> tuple[PlanItem, ...]:
+def _backward_order(workload: Workload) -> tuple[int, ...]:
+    """As `lohan.streaming.installation.access_order` has it: a tied embedding comes first, one of its own is not read."""
+    blocks = tuple(range(len(workload.units) - 1, 0, -1))
+    return (0, *blocks) if workload.tied_embeddings else blocks
+
+
+def slot_sizes(sizes: Sizes, kept_units: int) -> SlotSizes:
+    """The parameter slots with so many units kept."""
+    return size_slots(sizes.units, sizes.backward, working=WORKING_SLOTS, kept=kept_units)
+
+
+def _slots_item(sizes: Sizes, kept_units: int) -> PlanItem:
+    slots = slot_sizes(sizes, kept_units)
+    formula = ""
+    if slots.working:
+        formula = f"{slots.working} slots x {format_count(slots.working_elements)} parameters of the largest unit"
+    if slots.kept:
+        own = f"{format_count(slots.kept_elements)} parameters of {len(slots.kept)} units that stay from forward to backward"
+        formula = f"({formula} + {own})" if formula else own
+    return PlanItem(name="parameter slots", bytes=slots.elements * sizes.itemsize, formula=f"{formula} x {sizes.itemsize} B")
+
+
+def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int, kept_units: int) -> tuple[PlanItem, ...]:
     """What lies on the device: a GPU's memory, or RAM where the CPU computes."""
     item = sizes.itemsize
     unit, width = format_count(sizes.largest_unit), f"{item} B"
@@ -75,11 +102,7 @@ def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int) -> tup
     # The loss takes whole tokens: at least one, at most all of the batch.
     loss_tokens = min(batch * length, max(1, LOSS_CHUNK_LOGITS // sizes.vocabulary))
     return (
-        PlanItem(
-            name="parameter slots",
-            bytes=PARAMETER_SLOTS * sizes.largest_unit * item,
-            formula=f"{PARAMETER_SLOTS} slots x {unit} parameters of the largest unit x {width}",
-        ),
+        _slots_item(sizes, kept_units),
         PlanItem(
             name="unit gradient buffers",
             bytes=4 * sizes.open_gradients,
@@ -215,9 +238,10 @@ def ram_state_items(placement: Placement) -> tuple[PlanItem, ...]:
     return (PlanItem(name="model states", bytes=placement.ram_bytes, formula=f"engine.ram_state_bytes, or all there are: {what}"),)
 
 
-def ssd_bytes_read(sizes: Sizes, placement: Placement) -> int:
-    """By one step: weights once per pass, and the optimizer all states."""
-    return round(placement.read_share * (2 * sizes.itemsize * sizes.parameters + placement.total_bytes))
+def ssd_bytes_read(sizes: Sizes, placement: Placement, kept_units: int) -> int:
+    """By one step: weights once per pass, those of kept units once in all, and the optimizer all states."""
+    weights = 2 * sizes.parameters - slot_sizes(sizes, kept_units).kept_elements
+    return round(placement.read_share * (sizes.itemsize * weights + placement.total_bytes))
 
 
 def ssd_bytes_written(placement: Placement) -> int:

@@ -62,7 +62,9 @@ class Plan(BaseModel):
     micro_batch_size: int
     sequence_length: int
     slots: int
-    """Parameter slots on the device."""
+    """Parameter slots on the device that units pass through."""
+    kept_units: int = 0
+    """Units whose weights stay on the device from forward to backward, in slots of their own."""
     policy: str = "recompute-all"
     """What happens to a block's inner activations."""
     schedule: str = "optimized"

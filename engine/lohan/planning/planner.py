@@ -1,7 +1,8 @@
 """Divides a run's bytes over GPU memory, RAM and SSD, before anything is loaded. Pure arithmetic: no torch, milliseconds.
 
-In this version every block's inner activations are recomputed, states lie on SSD but for what `engine.ram_state_bytes` takes, and the one
-thing to choose is the micro-batch: the largest that fits. The figures come from `lohan.planning.footprint`.
+In this version every block's inner activations are recomputed, and states lie on SSD but for what `engine.ram_state_bytes` takes. What is
+chosen is the micro-batch, the largest that fits, and then how many units keep their weights on the GPU from forward to backward: as many
+as what is left holds. The figures come from `lohan.planning.footprint`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from lohan.planning.filesystems import REMEDY as FILESYSTEM_REMEDY
 from lohan.planning.filesystems import refusal
 from lohan.planning.footprint import (
     GPU_RESERVE_BYTES,
-    PARAMETER_SLOTS,
     Placement,
     Sizes,
     device_items,
     host_items,
     measure,
     place_states,
+    slot_sizes,
     ssd_bytes_read,
     ssd_bytes_written,
     state_items,
 )
 from lohan.planning.plan import Plan, PlanItem, Tier, TierPlan
 from lohan.planning.schedule import update_order
+from lohan.planning.slots import WORKING_SLOTS
 from lohan.planning.workload import Workload
 from lohan.units import GIB, format_bytes
 
@@ -73,12 +75,18 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
     gpu = _choose_gpu(engine, hardware)
     sizes = measure(workload, training.precision)
     micro_batch = _choose_micro_batch(sizes, training, engine, hardware, gpu)
-    gpu_plan, ram_plan = _memory(sizes, training, engine, hardware, gpu, micro_batch)
+    kept_units = _choose_kept_units(sizes, training, engine, hardware, gpu, micro_batch)
+    gpu_plan, ram_plan = _memory(sizes, training, engine, hardware, gpu, micro_batch, kept_units)
     placement = place_states(sizes, training.precision, engine)
     ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(hardware), items=state_items(sizes, placement))
     if ssd_plan.used_bytes > ssd_plan.capacity_bytes:
         raise _capacity_error("SSD space", ssd_plan, _space_remedy(placement))
-    notes = [_micro_batch_note(engine, training, micro_batch), *_state_notes(placement), *_update_notes(training)]
+    notes = [
+        _micro_batch_note(engine, training, micro_batch),
+        *_kept_notes(sizes, kept_units),
+        *_state_notes(placement),
+        *_update_notes(training),
+    ]
     if training.precision is Precision.BF16 and default_precision(engine, hardware) is Precision.FP32:
         notes.append(f"{SLOW_BF16} Use fp32.")
     return Plan(
@@ -93,11 +101,12 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         batch_size=training.batch_size,
         micro_batch_size=micro_batch,
         sequence_length=training.sequence_length,
-        slots=PARAMETER_SLOTS,
+        slots=WORKING_SLOTS,
+        kept_units=kept_units,
         schedule=str(engine.schedule),
         tiers=(gpu_plan, ram_plan, ssd_plan),
         durability=str(engine.durability),
-        ssd_bytes_per_step=ssd_bytes_read(sizes, placement) + ssd_bytes_written(placement),
+        ssd_bytes_per_step=ssd_bytes_read(sizes, placement, kept_units) + ssd_bytes_written(placement),
         ssd_bytes_written_per_step=ssd_bytes_written(placement),
         notes=tuple(notes),
     )
@@ -126,7 +135,7 @@ def _choose_micro_batch(
 
     def shortage(micro_batch: int, batch_size: int, sequence_length: int) -> TierPlan | None:
         changed = training.model_copy(update={"batch_size": batch_size, "sequence_length": sequence_length})
-        plans = _memory(sizes, changed, engine, hardware, gpu, micro_batch)
+        plans = _memory(sizes, changed, engine, hardware, gpu, micro_batch, kept_units=0)
         return next((plan for plan in plans if plan.used_bytes > plan.capacity_bytes), None)
 
     def largest_micro_batch(batch_size: int, sequence_length: int) -> int:
@@ -166,11 +175,32 @@ def _largest(upper: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _memory(
+def _choose_kept_units(
     sizes: Sizes, training: TrainingSection, engine: EngineSection, hardware: HardwareFacts, gpu: GpuFacts | None, micro_batch: int
+) -> int:
+    """How many units' weights stay on the GPU from forward to backward: as many as fit beside the rest."""
+    if gpu is None:
+        return 0  # a slot would be host memory, which saves more (the optimizer's reads too) as `engine.ram_state_bytes`
+
+    def fits(kept_units: int) -> bool:
+        on_gpu, _ = _memory(sizes, training, engine, hardware, gpu, micro_batch, kept_units)
+        return on_gpu.used_bytes <= on_gpu.capacity_bytes
+
+    # From the top: a kept unit may cost less than nothing where the working slots then are smaller.
+    return next((kept_units for kept_units in range(len(sizes.backward), 0, -1) if fits(kept_units)), 0)
+
+
+def _memory(
+    sizes: Sizes,
+    training: TrainingSection,
+    engine: EngineSection,
+    hardware: HardwareFacts,
+    gpu: GpuFacts | None,
+    micro_batch: int,
+    kept_units: int,
 ) -> tuple[TierPlan, TierPlan]:
     """The GPU's and the host's plan; on the CPU the device's items are the host's."""
-    on_device = device_items(sizes, training.batch_size, training.sequence_length, micro_batch)
+    on_device = device_items(sizes, training.batch_size, training.sequence_length, micro_batch, kept_units)
     placement = place_states(sizes, training.precision, engine)
     on_host = host_items(sizes, placement, update_order(engine.schedule, training.clip), on_gpu=gpu is not None)
     host_bytes = max(0, hardware.ram.free_bytes - RAM_RESERVE_BYTES)
@@ -205,6 +235,13 @@ def _micro_batch_note(engine: EngineSection, training: TrainingSection, micro_ba
     if micro_batch == training.batch_size:
         return "The whole batch runs through a block at once."
     return f"A micro-batch of {micro_batch} is the largest that fits."
+
+
+def _kept_notes(sizes: Sizes, kept_units: int) -> list[str]:
+    if not kept_units:
+        return []
+    size = format_bytes(slot_sizes(sizes, kept_units).kept_elements * sizes.itemsize)
+    return [f"The weights of {kept_units} of {len(sizes.units)} units ({size}) stay on the GPU from forward to backward."]
 
 
 def _check_filesystems(engine: EngineSection, hardware: HardwareFacts) -> None:

@@ -31,6 +31,12 @@ class UnitWorkload(BaseModel):
     name: str
     kind: UnitKind
     parameters: Annotated[int, Field(ge=1)]
+    elements: Annotated[int, Field(ge=0)] = 0
+    """In a slot, the padding between parameters included; 0 in workloads that were traced before it was counted."""
+
+    @property
+    def slot_elements(self) -> int:
+        return self.elements or self.parameters
 
 
 class Workload(BaseModel):

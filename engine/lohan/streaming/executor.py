@@ -17,6 +17,7 @@ from lohan.config import Clip, Durability, Precision, States, UnsafeFilesystems,
 from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
 from lohan.planning.plan import Tier
+from lohan.planning.slots import WORKING_SLOTS, size_slots
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming import installation
 from lohan.streaming.clipping import StepStatistics, UpdateRules
@@ -212,6 +213,7 @@ def init(
     weights: WeightSource | None = None,
     plan: Plan | None = None,
     slots: int | None = None,
+    kept_units: int | None = None,
     threads: int = 0,
     chunk_parameters: int = DEFAULT_CHUNK_PARAMETERS,
     debug: DebugMode = DebugMode.OFF,
@@ -240,8 +242,10 @@ def init(
         unsafe_filesystems: whether the directories may lie on file systems that are no place for states.
         resume: go on from the step record in the state directories; `weights` are then not needed.
         weights: where the weights come from; None takes those in the model.
-        plan: gives micro-batch and slots where they are None, and bounds the host memory for slots, gradients and states.
-        slots: parameter buffers on the device, at least 2; None takes the plan's, else 3.
+        plan: gives micro-batch, slots and kept units where they are None, and bounds the host memory for slots, gradients and states.
+        slots: parameter buffers on the device that units pass through, at least 2; None takes the plan's, else 3.
+        kept_units: how many units' weights stay on the device from forward to backward, in buffers of their own, which saves their second
+            load; None takes the plan's, else 0.
         threads: for the optimizer; 0 means all CPUs this process may use.
         chunk_parameters: grain of state I/O, a multiple of 2048.
         debug: how the engine helps to find its own faults.
@@ -255,7 +259,7 @@ def init(
         ResumeError: there is no state to resume, it is damaged, or belongs to another model.
     """
     _check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
-    micro_batch_size, slots = _choose(micro_batch_size, slots, batch_size, plan)
+    micro_batch_size, slots, kept_units = _choose(micro_batch_size, slots, kept_units, batch_size, plan)
     rules = UpdateRules(_member(UpdateSchedule, schedule, "schedule"), _member(Clip, clip, "clip"), max_gradient_norm)
     torch_device = resolve_device(device)
     units = find_units(model)
@@ -263,10 +267,10 @@ def init(
     if not resume:
         installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
-    layouts = [unit.layout for unit in runtimes]
+    layouts, order = [unit.layout for unit in runtimes], installation.access_order(model, units)
     stages = Stages(
         layouts,
-        installation.access_order(model, units),
+        order,
         [Path(directory) for directory in state_directories],
         device=torch_device,
         precision=precision,
@@ -275,7 +279,7 @@ def init(
         ram_state_bytes=ram_state_bytes,
         unsafe_filesystems=unsafe_filesystems,
         resume=resume,
-        slots=slots,
+        slots=size_slots([layout.elements for layout in layouts], order.backward, working=slots, kept=kept_units),
         threads=threads,
         debug=debug,
         rules=rules,
@@ -308,16 +312,22 @@ def _install(
     return session
 
 
-def _choose(micro_batch_size: int | None, slots: int | None, batch_size: int, plan: Plan | None) -> tuple[int, int]:
-    """Micro-batch and number of slots: what was asked for, else the plan's, else all rows and 3 slots."""
+def _choose(
+    micro_batch_size: int | None, slots: int | None, kept_units: int | None, batch_size: int, plan: Plan | None
+) -> tuple[int, int, int]:
+    """Micro-batch, slots and kept units: what was asked for, else the plan's, else all rows, 3 slots and none."""
     if micro_batch_size is None:
         micro_batch_size = plan.micro_batch_size if plan is not None else batch_size
     if slots is None:
-        slots = plan.slots if plan is not None else 3
+        slots = plan.slots if plan is not None else WORKING_SLOTS
+    if kept_units is None:
+        kept_units = plan.kept_units if plan is not None else 0
     _check_ranges(micro_batch_size=micro_batch_size)
     if slots < 2:
         raise ConfigError(f"slots is {slots}, expected at least 2", place="slots", remedy="One unit is loaded while another is used.")
-    return micro_batch_size, slots
+    if kept_units < 0:
+        raise ConfigError(f"kept_units is {kept_units}, expected at least 0", place="kept_units", remedy="Correct the value.")
+    return micro_batch_size, slots, kept_units
 
 
 def _member(kind: type[_Kind], value: str, name: str) -> _Kind:

@@ -1,8 +1,9 @@
 """Streams units' working weights from the state store into a few flat device buffers (slots), ahead of use.
 
 A unit is loaded into a slot by one loader thread, used while it is *held* (acquire … release), and stays there until its slot is
-needed or its weights are updated. On a GPU the copy runs on its own stream: the compute stream waits for the copy before it reads,
-the copy waits for the compute stream's last use before it writes.
+needed or its weights are updated; *kept* units have slots of their own (`lohan.planning.slots`), which nothing else needs. On a GPU the
+copy runs on its own stream: the compute stream waits for the copy before it reads, the copy waits for the compute stream's last use
+before it writes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lohan.streaming.device import Event, delay, make_stream, on_stream
 from lohan.streaming.pending import Failure, PendingUpdates
 
 if TYPE_CHECKING:
+    from lohan.planning.slots import SlotSizes
     from lohan.states.layout import UnitLayout
     from lohan.states.state_store import StateStore
 
@@ -36,8 +38,8 @@ class DebugMode(StrEnum):
 
     OFF = "off"
     NAN_FILL = "nan_fill"
-    """A slot is filled with NaN as soon as nothing holds it, and copy streams are delayed at random: a read of weights that should
-    not be there any more, or not yet, turns the loss into NaN."""
+    """A slot is filled with NaN as soon as nothing holds it (that of a kept unit when its weights are updated), and copy streams are
+    delayed at random: a read of weights that should not be there any more, or not yet, turns the loss into NaN."""
 
 
 class Phase(StrEnum):
@@ -59,6 +61,11 @@ class AccessOrder:
         }
         self._phase = Phase.FORWARD
         self._position = 0
+
+    @property
+    def backward(self) -> Sequence[int]:
+        """The units whose weights a backward reads."""
+        return self._sequences[Phase.BACKWARD]
 
     def after(self, unit: int, phase: Phase, count: int) -> list[int]:
         """The next `count` different units after `unit`; moves the position."""
@@ -100,7 +107,7 @@ class ParameterStream:
         arena: allocates host memory.
         pending: whose updates a load waits for.
         order: what to load ahead.
-        slots: number of device buffers, each as large as the largest unit; at least 2.
+        slots: the device buffers.
     """
 
     def __init__(
@@ -114,7 +121,7 @@ class ParameterStream:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        slots: int,
+        slots: SlotSizes,
         debug: DebugMode,
     ) -> None:
         self._layouts, self._store, self._pending, self._failure, self._order = layouts, store, pending, failure, order
@@ -128,16 +135,15 @@ class ParameterStream:
             for _ in range(0 if on_cpu else 2)
         ]
         self._staged = [Event(device) for _ in self._staging]
-        # On the CPU a slot is host memory that files are read into directly.
-        self._slots = [
-            _Slot(
-                arena.allocate(largest, dtype, holder="parameter slots", moved_by=store.transfers)
-                if on_cpu
-                else torch.empty(largest, dtype=dtype, device=device),
-                device,
-            )
-            for _ in range(slots)
-        ]
+
+        def make_slot(elements: int) -> _Slot:
+            # On the CPU a slot is host memory that files are read into directly.
+            if on_cpu:
+                return _Slot(arena.allocate(elements, dtype, holder="parameter slots", moved_by=store.transfers), device)
+            return _Slot(torch.empty(elements, dtype=dtype, device=device), device)
+
+        self._working = [make_slot(slots.working_elements) for _ in range(slots.working)]
+        self._own = {unit: make_slot(layouts[unit].elements) for unit in slots.kept}
         self._changed = threading.Condition()
         self._clock = 0
         self._requests: queue.SimpleQueue[tuple[_Slot, int] | None] = queue.SimpleQueue()
@@ -154,7 +160,8 @@ class ParameterStream:
         """
         with self._changed:
             slot = self._hold(unit)
-            self._prefetch(self._order.after(unit, phase, len(self._slots) - 1))
+            # As far ahead as there are slots: the prefetch keeps whatever is among these units from being thrown out.
+            self._prefetch(self._order.after(unit, phase, len(self._working) + len(self._own) - 1))
             self._changed.wait_for(lambda: not slot.loading or self._failure.failed)
             if self._failure.failed:
                 slot.users -= 1
@@ -169,7 +176,7 @@ class ParameterStream:
         with self._changed:
             slot = self._find(unit)
             assert slot is not None and slot.users > 0, "released more often than acquired"
-            if slot.users == 1 and self._debug is DebugMode.NAN_FILL:
+            if slot.users == 1 and unit not in self._own and self._debug is DebugMode.NAN_FILL:
                 slot.weights.fill_(math.nan)
                 slot.unit = None
             slot.last_use.record()
@@ -182,12 +189,15 @@ class ParameterStream:
             slot = self._find(unit)
             if slot is not None:
                 assert slot.users == 0, "a unit is updated only when nothing uses it"
+                if self._debug is DebugMode.NAN_FILL:
+                    slot.weights.fill_(math.nan)
+                    slot.last_use.record()
                 slot.unit = None
 
     def prefetch_forward(self) -> None:
         """Start loading the first units of the next forward."""
         with self._changed:
-            self._prefetch(self._order.first(len(self._slots)))
+            self._prefetch(self._order.first(len(self._working) + len(self._own)))
 
     def close(self) -> None:
         """End the loader and free the slots."""
@@ -197,11 +207,14 @@ class ParameterStream:
         if self._stream is not None:
             self._stream.synchronize()
         with self._changed:
-            self._slots.clear()
+            self._working.clear()
+            self._own.clear()
             self._staging.clear()
 
     def _find(self, unit: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.unit == unit), None)
+        own = self._own.get(unit)
+        slots = self._working if own is None else (own,)
+        return next((slot for slot in slots if slot.unit == unit), None)
 
     def _hold(self, unit: int) -> _Slot:
         """The slot of `unit`, counted as used; a load is requested if there is none."""
@@ -209,28 +222,37 @@ class ParameterStream:
             self._failure.check()
             slot = self._find(unit)
             if slot is None:
-                slot = self._idle(keep=())
+                slot = self._idle(unit, keep=())
                 if slot is not None:
                     self._request(slot, unit)
             if slot is not None:
                 slot.users += 1
                 return slot
-            if all(slot.users for slot in self._slots):
+            if unit not in self._own and all(slot.users for slot in self._working):
                 raise EngineError(
-                    f"all {len(self._slots)} parameter slots are in use at once",
+                    f"all {len(self._working)} parameter slots are in use at once",
                     remedy="Raise `slots`; a module of this model runs inside another one's forward.",
                 )
             self._changed.wait()
 
-    def _idle(self, keep: Sequence[int]) -> _Slot | None:
-        """The least recently used slot that is neither held nor being loaded and holds none of `keep`; empty ones first."""
-        candidates = [slot for slot in self._slots if not slot.users and not slot.loading and (slot.unit is None or slot.unit not in keep)]
+    def _idle(self, unit: int, keep: Sequence[int]) -> _Slot | None:
+        """A slot that `unit`, which has none now, can be loaded into; None while there is none.
+
+        That is its own, or the least recently used working slot that is neither held nor being loaded and holds none of `keep`; empty
+        ones first.
+        """
+        own = self._own.get(unit)
+        if own is not None:
+            return None if own.loading else own  # a load that was under way when the unit was invalidated
+        candidates = [
+            slot for slot in self._working if not slot.users and not slot.loading and (slot.unit is None or slot.unit not in keep)
+        ]
         return min(candidates, key=lambda slot: (slot.unit is not None, slot.used_at), default=None)
 
     def _prefetch(self, units: Sequence[int]) -> None:
         for unit in units:
             if self._find(unit) is None:
-                slot = self._idle(keep=units)
+                slot = self._idle(unit, keep=units)
                 if slot is None:
                     return
                 self._request(slot, unit)

@@ -23,6 +23,7 @@ from lohan.streaming.parameters import AccessOrder, DebugMode, ParameterStream
 from lohan.streaming.pending import Failure, PendingUpdates
 
 if TYPE_CHECKING:
+    from lohan.planning.slots import SlotSizes
     from lohan.states.layout import UnitLayout
 
 _HOST_GRADIENTS = 3  # one arriving, one waiting, one being read by the optimizer: where updates begin on arrival
@@ -55,7 +56,7 @@ class Stages:
         ram_state_bytes: int,
         unsafe_filesystems: UnsafeFilesystems,
         resume: bool,
-        slots: int,
+        slots: SlotSizes,
         threads: int,
         debug: DebugMode,
         rules: UpdateRules,
