@@ -10,7 +10,7 @@ namespace {
 
 /// The largest magnitudes seen of both moments, by lane.
 struct Largest {
-  Ints first = {}, root = {};
+  Words first = {}, root = {};
 };
 
 /// One block's new moments on their way to weights and codes. Both are made in the same loop as the next
@@ -114,7 +114,7 @@ class EightBitUpdate {
         Store(new_first, first + place + i);
         Store(root, roots + place + i);
         largest.first = LargerMagnitude(largest.first, new_first);
-        largest.root = LargerMagnitude(largest.root, root);
+        largest.root = LargerBits(largest.root, root);
       }
     }
   };

@@ -14,8 +14,8 @@
 // the
 //   range, so no divisor that matters becomes zero.
 //
-// The unsigned code of a root is the byte c, of 8 levels. The signed code of a first moment is the byte 2c +
-// 1 for a negative value and 2c for others, of 7 levels.
+// The unsigned code of a root is the byte c, of 8 levels. The signed code of a first moment is the byte c or
+// -c (two's complement), of 7 levels.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +24,12 @@ namespace lohan {
 
 struct DynamicCode {
   int levels;
-  int step;   // byte = step * c, without the sign
   float top;  // centre of the last cell: what the largest value of a block is scaled to
-  // value = offset + slope * byte, by the byte's exponent as a float, modulo 8. Twice over, so that vectors
-  // of 8 and of 16 elements load the tables whole.
+  // value = offset + slope * c, by the exponent of c as a float, modulo 8. Twice over, so that vectors of 8
+  // and of 16 elements load the tables whole.
   float decode_offset[16];
   float decode_slope[16];
-  // byte = floor(offset + slope * value) with the sign's bit cleared, by level, twice over.
+  // c = floor(offset + slope * value), or 0 where that is negative, by level, twice over.
   float encode_offset[16];
   float encode_slope[16];
   // The same by octave, three to a level from the lowest one's beginning on, for vectors that can hold all of
@@ -39,10 +38,9 @@ struct DynamicCode {
   float octave_slope[32];
 };
 
-constexpr DynamicCode MakeDynamicCode(int levels, int step) {
+constexpr DynamicCode MakeDynamicCode(int levels) {
   DynamicCode code = {};
   code.levels = levels;
-  code.step = step;
   double end = 1.0;  // of the level
   for (int level = 1; level < levels; ++level) end /= 8.0;
   double cells = 1.0;
@@ -53,22 +51,20 @@ constexpr DynamicCode MakeDynamicCode(int levels, int step) {
     // Where the level's first code begins; the lowest level's only one halfway between zero and its value.
     double encode_begin = level == 0 ? 0.5 * (begin + 0.5 * width) : begin;
     double encode_width = width;
-    // A float's exponent is 127 + its highest bit; zero's is 0. The level that shares zero's place in the
-    // tables (level 0 of the signed code, level 1 with the codes 2 and 3 of the unsigned one) has values on a
-    // line through zero, so that the byte 0 needs no case of its own.
-    const int place = (127 + (step == 2 ? 1 : 0) + level) % 8;
-    if (place == 0) {
+    // A float's exponent is 127 + its highest bit; zero's is 0. Level 1, with the numbers 2 and 3, shares
+    // zero's place in the tables: its values are on a line through zero, so that 0 needs no case of its own.
+    const int place = (127 + level) % 8;
+    if (level == 1) {
       const double last = end - 0.5 * width;
       offset = 0.0;
       width = last / (2.0 * cells - 1.0);
-      // Codes 2 and 3 meet halfway between their values.
-      if (level == 1) encode_width = 2.5 * width - encode_begin;
+      encode_width = 2.5 * width - encode_begin;  // 2 and 3 meet halfway between their values
     }
     for (int half = 0; half < 16; half += 8) {
       code.decode_offset[half + place] = static_cast<float>(offset);
-      code.decode_slope[half + place] = static_cast<float>(width / step);
-      code.encode_offset[half + level] = static_cast<float>(step * (cells - encode_begin / encode_width));
-      code.encode_slope[half + level] = static_cast<float>(step / encode_width);
+      code.decode_slope[half + place] = static_cast<float>(width);
+      code.encode_offset[half + level] = static_cast<float>(cells - encode_begin / encode_width);
+      code.encode_slope[half + level] = static_cast<float>(1.0 / encode_width);
     }
     for (int octave = 3 * level; octave < 3 * level + 3; ++octave) {
       code.octave_offset[octave] = code.encode_offset[level];
@@ -82,8 +78,8 @@ constexpr DynamicCode MakeDynamicCode(int levels, int step) {
 }
 
 namespace {
-constexpr DynamicCode kSignedCode = MakeDynamicCode(7, 2);
-constexpr DynamicCode kUnsignedCode = MakeDynamicCode(8, 1);
+constexpr DynamicCode kSignedCode = MakeDynamicCode(7);
+constexpr DynamicCode kUnsignedCode = MakeDynamicCode(8);
 }  // namespace
 
 }  // namespace lohan

@@ -51,6 +51,19 @@ inline Words BroadcastWord(uint32_t value) { return value - Words{}; }
 inline Words BitsOf(Floats values) { return __builtin_bit_cast(Words, values); }
 inline Floats FromBits(Words bits) { return __builtin_bit_cast(Floats, bits); }
 
+/// `values`, negated in the lanes in which `signs` has its sign's bit set.
+inline Floats FlipSigns(Floats values, Floats signs) {
+#if defined(__AVX512F__)
+  constexpr int kXorOfAnd = 0xF0 ^ (0xCC & 0xAA);  // of the three operands' truth tables
+  return __builtin_bit_cast(
+      Floats,
+      _mm512_ternarylogic_epi32(__builtin_bit_cast(__m512i, values), __builtin_bit_cast(__m512i, signs),
+                                _mm512_set1_epi32(static_cast<int32_t>(0x80000000u)), kXorOfAnd));
+#else
+  return FromBits(BitsOf(values) ^ (BitsOf(signs) & 0x80000000u));
+#endif
+}
+
 inline Floats SquareRoot(Floats values) {
 #if defined(__AVX512F__)
   return _mm512_maskz_sqrt_ps(kAllLanes, values);
@@ -95,6 +108,20 @@ inline Ints LoadBytes(const uint8_t* source) {
 #else
   Ints values;
   for (int lane = 0; lane < kLanes; ++lane) values[lane] = source[lane];
+  return values;
+#endif
+}
+
+/// kLanes signed bytes, each in its lane.
+inline Ints LoadSignedBytes(const uint8_t* source) {
+#if defined(__AVX512F__)
+  return __builtin_bit_cast(Ints, _mm512_maskz_cvtepi8_epi32(kAllLanes, Load<__m128i>(source)));
+#elif defined(__AVX2__)
+  return __builtin_bit_cast(Ints,
+                            _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(source))));
+#else
+  Ints values;
+  for (int lane = 0; lane < kLanes; ++lane) values[lane] = static_cast<int8_t>(source[lane]);
   return values;
 #endif
 }

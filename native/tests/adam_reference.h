@@ -135,18 +135,19 @@ inline float GradientAt(const GradientArray& gradients, int64_t i, float scale) 
   return FromBits(static_cast<uint32_t>(static_cast<const uint16_t*>(gradients.data)[i]) << 16) * scale;
 }
 
-inline float DecodeMagnitude(const DynamicCode& code, int byte, float scale) {
-  const auto number = static_cast<float>(byte);
-  const uint32_t place = BitsOf(number) >> 23 & 7;
-  return code.decode_offset[place] * scale + code.decode_slope[place] * scale * number;
+inline float DecodeMagnitude(const DynamicCode& code, int number, float scale) {
+  const auto value = static_cast<float>(number);
+  const uint32_t place = BitsOf(value) >> 23 & 7;
+  return code.decode_offset[place] * scale + code.decode_slope[place] * scale * value;
 }
 
 inline float DecodeFirst(uint8_t byte, float scale) {
-  const float magnitude = DecodeMagnitude(kSignedCode, byte & 0xFE, scale);
-  return (byte & 1) != 0 ? FromBits(BitsOf(magnitude) | 0x80000000u) : magnitude;
+  const auto number = static_cast<int8_t>(byte);
+  const float magnitude = DecodeMagnitude(kSignedCode, std::abs(number), scale);
+  return number < 0 ? -magnitude : magnitude;
 }
 
-/// The byte of a magnitude below 1, without its sign.
+/// The number of a magnitude below 1.
 inline int EncodeMagnitude(const DynamicCode& code, float value) {
   if (std::isnan(value)) return 0;
   int level = 0;
@@ -155,8 +156,7 @@ inline int EncodeMagnitude(const DynamicCode& code, float value) {
     end *= 8.0f;
     ++level;
   }
-  const auto byte = static_cast<int>(code.encode_offset[level] + code.encode_slope[level] * value);
-  return byte - byte % code.step;
+  return static_cast<int>(code.encode_offset[level] + code.encode_slope[level] * value);
 }
 
 struct Scale {
@@ -224,9 +224,8 @@ class Reference {
     arrays_.second_scales[block] = second.scale;
     for (int64_t i = begin; i < end; ++i) {
       const auto at = static_cast<size_t>(i), from = static_cast<size_t>(i - begin);
-      const int sign = std::signbit(firsts[from]) ? 1 : 0;
-      const float magnitude = std::abs(firsts[from]) * first.inverse;
-      arrays_.first_codes[at] = static_cast<uint8_t>(EncodeMagnitude(kSignedCode, magnitude) | sign);
+      const int number = EncodeMagnitude(kSignedCode, std::abs(firsts[from]) * first.inverse);
+      arrays_.first_codes[at] = static_cast<uint8_t>(std::signbit(firsts[from]) ? -number : number);
       arrays_.second_codes[at] =
           static_cast<uint8_t>(EncodeMagnitude(kUnsignedCode, roots[from] * second.inverse));
     }
