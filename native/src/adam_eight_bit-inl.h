@@ -36,14 +36,15 @@ class Encoder {
         first_inverse_(Broadcast(block.first_scale.inverse)),
         root_inverse_(Broadcast(block.root_scale.inverse)) {}
 
-  void EncodeGroup(int64_t place) const {
-    Ints first[kGroup / kLanes], roots[kGroup / kLanes];
-    for (int vector = 0; vector < kGroup / kLanes; ++vector) {
+  /// Codes kBytesStored elements.
+  void Encode(int64_t place) const {
+    Ints first[4], roots[4];
+    for (int vector = 0; vector < 4; ++vector) {
       first[vector] = EncodeFirst(Load<Floats>(first_ + place + vector * kLanes), first_inverse_);
       roots[vector] = EncodeRoot(Load<Floats>(roots_ + place + vector * kLanes), root_inverse_);
     }
-    StoreLowestBytes(first, first_codes_ + place);
-    StoreLowestBytes(roots, root_codes_ + place);
+    StoreBytes<Bytes::kSigned>(first, first_codes_ + place);
+    StoreBytes<Bytes::kUnsigned>(roots, root_codes_ + place);
   }
 
  private:
@@ -90,6 +91,7 @@ class EightBitUpdate {
 
  private:
   static_assert(kNormPartElements == kMomentBlockElements);
+  static constexpr int64_t kTurn = kBytesStored > kGroup ? kBytesStored : kGroup;
 
   /// The new moments of one group, with all that they need in registers.
   struct NewMoments {
@@ -162,16 +164,20 @@ class EightBitUpdate {
     const Encoder encoder(pending);
     NewMoments moments = MomentsOf(start, block, sums);
     NewMasters masters = {constants_};
-    for (int64_t place = 0; place < kMomentBlockElements; place += kGroup) {
-      const int64_t group = start + place;
-      Prefetch(gradients + group);
-      MasterOf<kMaster>::PrefetchAt(in, group);
-      Prefetch(in.first_codes + group);
-      Prefetch(in.second_codes + group);
-      moments.Run(gradients + group, in, group, place);
+    for (int64_t turn = 0; turn < kMomentBlockElements; turn += kTurn) {
+      for (int64_t place = turn; place < turn + kTurn; place += kGroup) {
+        const int64_t group = start + place;
+        Prefetch(gradients + group);
+        MasterOf<kMaster>::PrefetchAt(in, group);
+        Prefetch(in.first_codes + group);
+        Prefetch(in.second_codes + group);
+        moments.Run(gradients + group, in, group, place);
+        if constexpr (kHasPending) {
+          masters.Run(pending.first + place, pending.roots + place, in, out, pending.start + place);
+        }
+      }
       if constexpr (kHasPending) {
-        masters.Run(pending.first + place, pending.roots + place, in, out, pending.start + place);
-        encoder.EncodeGroup(place);
+        for (int64_t place = turn; place < turn + kTurn; place += kBytesStored) encoder.Encode(place);
       }
     }
     moments.sums.StoreTo(sums);
@@ -186,8 +192,8 @@ class EightBitUpdate {
     NewMasters masters = {constants_};
     for (int64_t place = 0; place < kMomentBlockElements; place += kGroup) {
       masters.Run(pending.first + place, pending.roots + place, in_, out_, pending.start + place);
-      encoder.EncodeGroup(place);
     }
+    for (int64_t place = 0; place < kMomentBlockElements; place += kBytesStored) encoder.Encode(place);
     if (masters.watch.Seen()) Canonicalize(pending);
   }
 
@@ -223,7 +229,7 @@ class EightBitUpdate {
     uint8_t first_codes[kMomentBlockElements], root_codes[kMomentBlockElements];
     Finish(start, stop - start, moments.largest, block, first_codes, root_codes);
     const Encoder encoder(block);
-    for (int64_t place = 0; place < stop - start; place += kGroup) encoder.EncodeGroup(place);
+    for (int64_t place = 0; place < stop - start; place += kBytesStored) encoder.Encode(place);
     CopyOut(first_codes, start, stop, start, out_.first_codes);
     CopyOut(root_codes, start, stop, start, out_.second_codes);
   }

@@ -31,7 +31,7 @@ class Decoder {
   ScaledTable offset_, slope_;
 };
 
-/// What truncated is the number that codes a value; a NaN's is a NaN. `values` are 0 or more and below 1.
+/// What truncated is the number that codes a value, for a NaN a NaN. `values` are 0 or more and below 1.
 template <const DynamicCode& kCode>
 inline Floats EncodeMagnitude(Floats values) {
   // Octaves above the lowest level's beginning; three make a level. n / 3 = n * 11 / 32 for n up to 23.

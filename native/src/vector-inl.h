@@ -160,25 +160,44 @@ inline void StoreUpperHalves(Words first, Words second, Element* target) {
 #endif
 }
 
-/// The lowest byte of each lane of all vectors, in order. They make 32 bytes.
-inline void StoreLowestBytes(const Ints (&values)[32 / kLanes], uint8_t* target) {
+/// What four vectors' lanes make as bytes.
+constexpr int kBytesStored = 4 * kLanes;
+
+enum class Bytes { kSigned, kUnsigned };
+
+/// Each lane of four vectors as a byte, in order; numbers that a byte cannot hold become the nearest it can.
+template <Bytes kKind>
+inline void StoreBytes(const Ints (&values)[4], uint8_t* target) {
 #if defined(__AVX512F__)
-  typedef uint16_t AllHalves __attribute__((vector_size(64)));
-  constexpr AllHalves kEven = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
-                               32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
-  const AllHalves halves = __builtin_shuffle(__builtin_bit_cast(AllHalves, values[0]),
-                                             __builtin_bit_cast(AllHalves, values[1]), kEven);
-  Store(_mm512_maskz_cvtepi16_epi8(0xFFFFFFFF, __builtin_bit_cast(__m512i, halves)), target);
+  __m512i v[4];
+  for (int i = 0; i < 4; ++i) v[i] = __builtin_bit_cast(__m512i, values[i]);
+  __m512i packed;
+  if constexpr (kKind == Bytes::kSigned) {
+    packed = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+  } else {
+    packed = _mm512_packus_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+  }
+  // Packing works in parts of 128 bits: the four bytes of vector i's part k are now group 4k + i.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  Store(_mm512_maskz_permutexvar_epi32(kAllLanes, order, packed), target);
 #elif defined(__AVX2__)
-  __m256i bytes[4];
-  for (int i = 0; i < 4; ++i) bytes[i] = __builtin_bit_cast(__m256i, values[i] & 0xFF);
-  const __m256i packed =
-      _mm256_packus_epi16(_mm256_packus_epi32(bytes[0], bytes[1]), _mm256_packus_epi32(bytes[2], bytes[3]));
-  // Packing works in halves of 128 bits: the four bytes of vector v's lower half are now group v, of its
-  // upper one 4 + v.
+  __m256i v[4];
+  for (int i = 0; i < 4; ++i) v[i] = __builtin_bit_cast(__m256i, values[i]);
+  __m256i packed;
+  if constexpr (kKind == Bytes::kSigned) {
+    packed = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+  } else {
+    packed = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+  }
+  // Packing works in parts of 128 bits: the four bytes of vector i's part k are now group 4k + i.
   Store(_mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)), target);
 #else
-  for (int i = 0; i < 32; ++i) target[i] = static_cast<uint8_t>(values[i / kLanes][i % kLanes]);
+  constexpr int32_t kLeast = kKind == Bytes::kSigned ? -128 : 0;
+  constexpr int32_t kMost = kKind == Bytes::kSigned ? 127 : 255;
+  for (int i = 0; i < kBytesStored; ++i) {
+    const int32_t value = values[i / kLanes][i % kLanes];
+    target[i] = static_cast<uint8_t>(value < kLeast ? kLeast : value > kMost ? kMost : value);
+  }
 #endif
 }
 
@@ -242,7 +261,7 @@ inline Ints MultiplySmall(Ints values, int16_t factor) {
   return __builtin_bit_cast(Ints, __builtin_bit_cast(Shorts, values) * factor);
 }
 
-/// Rounds towards zero; the lowest byte of a NaN's or a too large value's result is 0.
+/// Rounds towards zero; a NaN or a too large value becomes the least number.
 inline Ints Truncate(Floats values) {
 #if defined(__SSE2__)
   return __builtin_convertvector(values, Ints);
@@ -250,7 +269,7 @@ inline Ints Truncate(Floats values) {
   Ints result;
   for (int lane = 0; lane < kLanes; ++lane) {
     const float value = values[lane];
-    result[lane] = value > -2147483648.0f && value < 2147483648.0f ? static_cast<int32_t>(value) : 0;
+    result[lane] = value > -2147483648.0f && value < 2147483648.0f ? static_cast<int32_t>(value) : INT32_MIN;
   }
   return result;
 #endif

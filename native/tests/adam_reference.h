@@ -226,6 +226,9 @@ class Reference {
       const auto at = static_cast<size_t>(i), from = static_cast<size_t>(i - begin);
       const int number = EncodeMagnitude(kSignedCode, std::abs(firsts[from]) * first.inverse);
       arrays_.first_codes[at] = static_cast<uint8_t>(std::signbit(firsts[from]) ? -number : number);
+      // The least that a signed byte holds, as of any number too small for it; an infinity times zero is one
+      // too.
+      if (std::isnan(firsts[from] * first.inverse)) arrays_.first_codes[at] = 0x80;
       arrays_.second_codes[at] =
           static_cast<uint8_t>(EncodeMagnitude(kUnsignedCode, roots[from] * second.inverse));
     }
