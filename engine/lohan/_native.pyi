@@ -322,6 +322,14 @@ class IoTicket:
     def done(self) -> bool:
         """Whether the transfer has ended, well or badly."""
 
+    @property
+    def times(self) -> tuple[float, float] | None:
+        """
+        When its first call into the system began and its last one ended.
+
+        In seconds of `time.perf_counter`. None until the transfer has ended, and where no call was made.
+        """
+
     def on_done(self, callback: Callable[[IoTicket], object]) -> None:
         """
         Have `callback(ticket)` called once the transfer has ended, well or badly.

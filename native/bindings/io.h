@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -69,6 +70,8 @@ class Ticket {
   void MarkSubmitted() { submitted_ = true; }
 
   bool Done() const { return transfer_->Done(); }
+  /// Seconds.
+  std::optional<std::pair<double, double>> Times() const;
   void Wait();
   void OnDone(nb::object self, nb::object callback);
 

@@ -1,3 +1,8 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include <chrono>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -89,6 +94,13 @@ void Ticket::Wait() {
   transfer_->Wait();
 }
 
+std::optional<std::pair<double, double>> Ticket::Times() const {
+  using Seconds = std::chrono::duration<double>;
+  const std::optional<Transfer::Times> times = transfer_->times();
+  if (!times) return std::nullopt;
+  return std::pair(Seconds(times->first_call_began).count(), Seconds(times->last_call_ended).count());
+}
+
 void Ticket::OnDone(nb::object self, nb::object callback) {
   engine_->owner().Check(kIoPoolName);
   if (!PyCallable_Check(callback.ptr())) throw nb::type_error("callback: expected a callable");
@@ -103,6 +115,10 @@ It keeps the array alive; dropping it waits for the transfer to end.)")
       .def("wait", &Ticket::Wait,
            "Block until the transfer has ended; raises IoError if it failed. Releases the GIL.")
       .def("done", &Ticket::Done, "Whether the transfer has ended, well or badly.")
+      .def_prop_ro("times", &Ticket::Times,
+                   R"(When its first call into the system began and its last one ended.
+
+In seconds of `time.perf_counter`. None until the transfer has ended, and where no call was made.)")
       .def(
           "on_done",
           [](nb::handle_t<Ticket> self, nb::object callback) {

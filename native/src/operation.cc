@@ -34,6 +34,7 @@ Operation::Operation(std::shared_ptr<Transfer> transfer, size_t extent, std::sha
 
 Call Operation::NextCall(std::byte* bounce) {
   if (memory_ == nullptr) {
+    transfer_->NoteCall();
     memory_ = NeedsBounce() ? bounce : extent_.memory;
     if (NeedsBounce() && transfer_->access() == Access::kWrite) {
       std::memcpy(bounce, extent_.memory, static_cast<size_t>(extent_.length_bytes));

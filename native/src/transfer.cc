@@ -4,6 +4,13 @@
 #include "lohan/io.h"
 
 namespace lohan {
+namespace {
+
+int64_t NowNanoseconds() noexcept {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
 
 Transfer::Transfer(std::shared_ptr<File> file, Access access, int64_t offset, std::byte* memory,
                    int64_t length_bytes)
@@ -45,6 +52,17 @@ void Transfer::OnDone(std::function<void()> callback) {
   callback();
 }
 
+std::optional<Transfer::Times> Transfer::times() const {
+  if (!Done() || began_nanoseconds_ == 0) return std::nullopt;
+  return Times{std::chrono::nanoseconds(began_nanoseconds_), std::chrono::nanoseconds(ended_nanoseconds_)};
+}
+
+void Transfer::NoteCall() noexcept {
+  if (began_nanoseconds_ != 0) return;
+  int64_t none = 0;
+  began_nanoseconds_.compare_exchange_strong(none, NowNanoseconds());
+}
+
 void Transfer::CompleteExtent(size_t index, std::optional<IoError> error) noexcept {
   std::vector<std::function<void()>> callbacks;
   {
@@ -57,6 +75,7 @@ void Transfer::CompleteExtent(size_t index, std::optional<IoError> error) noexce
       // Before anybody can see the end: whoever waited for it may count on the worker using the file no more.
       LeaveFile();
       callbacks.swap(callbacks_);
+      ended_nanoseconds_ = NowNanoseconds();
     }
     if (--remaining_extents_ == 0) done_.notify_all();
   }

@@ -131,6 +131,31 @@ TEST_EACH_ENGINE(CallbacksRunOnceForEveryTransferAlsoAFailedOne) {
   CHECK_EQUAL(calls.load(), 65);
 }
 
+TEST_EACH_ENGINE(ATransferKnowsWhenItsCallsBeganAndEnded) {
+  Folder folder;
+  auto plan = NewPlan();
+  auto file = File::Open(folder.File("times"), 16 * kMib);
+  auto engine = make(1, plan);
+  AlignedBuffer memory(16 * kMib);
+  plan->Hold({});
+  auto first = Start(*engine, file, Access::kWrite, 0, memory.data(), 9 * kMib);  // in several extents
+  WaitUntilHeld(*plan, 1);
+  auto second = Start(*engine, file, Access::kWrite, 9 * kMib, memory.data(), kPage);
+  CHECK(!first->times() && !second->times());
+  const auto released = std::chrono::steady_clock::now().time_since_epoch();
+  plan->Release();
+  first->Wait();
+  second->Wait();
+  const auto seen = std::chrono::steady_clock::now().time_since_epoch();
+  CHECK(first->times()->first_call_began <= released && released <= first->times()->last_call_ended);
+  CHECK(first->times()->last_call_ended <= second->times()->first_call_began);  // one call at a time
+  CHECK(second->times()->first_call_began <= second->times()->last_call_ended);
+  CHECK(second->times()->last_call_ended <= seen);
+  auto empty = Start(*engine, file, Access::kRead, 0, memory.data(), 0);
+  empty->Wait();
+  CHECK(!empty->times());  // no call was made
+}
+
 TEST_EACH_ENGINE(ClosingWithTransfersInFlightCompletesThem) {
   Folder folder;
   auto plan = NewPlan();

@@ -6,6 +6,7 @@ import errno
 import gc
 import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -50,6 +51,23 @@ def test_a_batch_with_one_request_that_cannot_be_starts_nothing(pool, plan, tmp_
         file.read_batch(7)
     file.close()
     assert plan.operations == 0
+
+
+def test_a_ticket_knows_when_its_calls_began_and_ended(pool, plan, tmp_path):
+    file = pool.open(tmp_path / "file", size_bytes=9 * MIB)
+    plan.hold(1)
+    before = time.perf_counter()
+    ticket = file.write(0, bytes(9 * MIB))  # in several calls
+    wait_until(lambda: plan.held > 0)
+    held = time.perf_counter()
+    assert ticket.times is None, "it has not ended"
+    plan.release()
+    ticket.wait()
+    began, ended = ticket.times
+    assert before <= began <= held <= ended <= time.perf_counter()
+    empty = file.read(0, bytearray(0))
+    empty.wait()
+    assert empty.times is None, "no call was made"
 
 
 # ---------------------------------------------------------------- callbacks

@@ -80,6 +80,14 @@ class Transfer:
         """Whether the transfer has ended, well or badly."""
         return self._ticket.done()
 
+    @property
+    def times(self) -> tuple[float, float] | None:
+        """When its first call into the system began and its last one ended, in seconds of `time.perf_counter`.
+
+        None until the transfer has ended, and where no call was made.
+        """
+        return self._ticket.times
+
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         """Have `callback(transfer)` called in another thread once the transfer has ended, well or badly.
 

@@ -86,6 +86,10 @@ class Completed(Transfer):
     def done(self) -> bool:
         return True
 
+    @property
+    def times(self) -> None:
+        return None
+
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         callback(self)
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -41,9 +42,19 @@ class Transfer {
   /// or at once in this thread. It must not throw.
   void OnDone(std::function<void()> callback);
 
+  /// CLOCK_MONOTONIC, as Python's time.perf_counter has it.
+  struct Times {
+    std::chrono::nanoseconds first_call_began;
+    std::chrono::nanoseconds last_call_ended;
+  };
+  /// Empty until Done, and where no call was made.
+  std::optional<Times> times() const;
+
   // For engines:
   Access access() const { return access_; }
   const std::vector<Extent>& extents() const { return extents_; }
+  /// A call is about to be made; of several the first counts.
+  void NoteCall() noexcept;
   /// Counts an extent as completed. The last one may end the transfer's life.
   void CompleteExtent(size_t index, std::optional<IoError> error) noexcept;
 
@@ -56,7 +67,9 @@ class Transfer {
 
   mutable std::mutex mutex_;
   mutable std::condition_variable done_;
-  std::atomic<size_t> remaining_extents_;  // atomic so that Done takes no lock
+  std::atomic<int64_t> began_nanoseconds_ = 0;  // 0: no call was made
+  int64_t ended_nanoseconds_ = 0;               // written before remaining_extents_ becomes 0
+  std::atomic<size_t> remaining_extents_;       // atomic so that Done takes no lock
   size_t failed_extent_ = 0;
   std::optional<IoError> error_;
   std::vector<std::function<void()>> callbacks_;
