@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lohan.streaming.accumulation import accumulate as accumulate
     from lohan.streaming.executor import Session as Session
     from lohan.streaming.executor import init as init
+    from lohan.streaming.trace import Trace as Trace
 
 __version__ = "0.1.0.dev0"
 
@@ -21,9 +22,10 @@ _LAZY = {
     "empty_model": "lohan.models.load",
     "init": "lohan.streaming.executor",
     "Session": "lohan.streaming.executor",
+    "Trace": "lohan.streaming.trace",
 }
 
-__all__ = ["Session", "accumulate", "empty_model", "init"]
+__all__ = ["Session", "Trace", "accumulate", "empty_model", "init"]
 
 
 def __getattr__(name: str) -> Any:

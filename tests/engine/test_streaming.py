@@ -14,7 +14,7 @@ from torch.nn import functional
 from lohan.config import Precision
 from lohan.errors import ConfigError, EngineError, ModelError, StorageError
 from lohan.models.load import empty_model, load_config, open_weights
-from lohan.streaming.parameters import AccessOrder, Phase
+from lohan.planning.access import AccessOrder, Phase
 from tests.engine.reference import VOCABULARY, adamw, make_batches, make_llama, open_session, twin
 from tests.fixtures.tiny_model import VOCABULARY_SIZE, make_tiny_model
 from tests.fixtures.waiting import wait_until

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from lohan.errors import EngineError
-from lohan.streaming.regions import Recompute, RegionRunner, UnitRuntime
+from lohan.planning.operations import Recompute
+from lohan.streaming.regions import RegionRunner, UnitRuntime
 
 HIDDEN_STATES = "hidden_states"
 # The batch is dimension 0, or the tensor has size 1 there and is the same for every row; pairs and tuples hold such tensors.
@@ -94,10 +95,9 @@ class RootForward:
         self._runner, self._unit, self._name, self._module = runner, unit, name, module
         self._original = type(module).forward
         # An embedding saves its indices and no weights, so its backward need not read the (large) matrix again.
-        plain = type(module) is nn.Embedding and module.max_norm is None
-        self._recompute = Recompute.NONE_SAVED if plain else Recompute.ALL
-        # Norms work on each token by itself; fp32 copies of the whole batch would be the largest tensors of a step.
-        self._token_wise = isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
+        self._recompute = Recompute.NONE_SAVED if is_plain_embedding(module) else Recompute.ALL
+        # fp32 copies of the whole batch would be the largest tensors of a step.
+        self._token_wise = is_token_wise(module)
         self.bypassed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +122,16 @@ class RootForward:
     def apply(self, hidden: torch.Tensor, then: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         """`then(module(hidden), *arguments)` as one region."""
         return self._runner.run(self._unit, lambda rows, *rest: then(self._original(self._module, rows), *rest), hidden, *arguments)  # type: ignore[no-any-return]
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Whether the backward of `module` reads no weights."""
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
+def is_token_wise(module: nn.Module) -> bool:
+    """Whether `module` works on each token by itself, as norms do."""
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
 def micro_batch_sizes(batch: int, micro_batch_size: int) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan._native import AdamSegment, AdamState, ThreadPool, adamw_update
+from lohan.planning.operations import OperationKind, UpdateSequence
 from lohan.states.streams import Stream, trainable_streams
 from lohan.streaming.hyperparameters import Hyperparameters
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from lohan.states.layout import Chunk, UnitLayout
     from lohan.states.state_store import StateStore
     from lohan.streaming.gradients import HostGradient
+    from lohan.streaming.trace import Trace
 
 
 @dataclass(slots=True)
@@ -63,6 +65,10 @@ class _Job:
     """To be used again; None where the states are in memory already."""
     transfers: list[Transfer] = field(default_factory=list)
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(part.nbytes for part in self.states.values())
+
 
 class ChunkPipeline:
     """Used by the optimizer's thread only.
@@ -70,8 +76,10 @@ class ChunkPipeline:
     Args:
         chunk_elements: of the largest chunk.
         in_flight: chunks under way at a time; each may have buffers.
+        sequence: the order of each unit's chunks.
         on_read: called with a unit once its gradients are no longer needed.
         on_written: called with a unit once all its chunks are written.
+        trace: is told of reads, updates and writes.
     """
 
     def __init__(
@@ -82,10 +90,13 @@ class ChunkPipeline:
         *,
         chunk_elements: int,
         in_flight: int,
+        sequence: UpdateSequence,
         on_read: Callable[[UnitUpdate], None],
         on_written: Callable[[UnitUpdate], None],
+        trace: Trace | None,
     ) -> None:
         self._store, self._pool, self._on_read, self._on_written = store, pool, on_read, on_written
+        self._sequence, self._trace = sequence, trace
         self._most, self._most_reading = in_flight, max(1, in_flight - 1)
         allocate = partial(arena.allocate, holder="optimizer staging", moved_by=store.transfers)
         self._free: list[_Buffers] = [
@@ -108,7 +119,8 @@ class ChunkPipeline:
 
     def add(self, update: UnitUpdate) -> None:
         """Queue a unit's chunks."""
-        chunks = [chunk for chunk in update.layout.chunks if chunk.index in update.segments]
+        layout = update.layout
+        chunks = [layout.chunks[index] for index in self._sequence.chunks(layout.index) if index in update.segments]
         update.unread_chunks = update.unwritten_chunks = len(chunks)
         self._queue.extend((update, chunk) for chunk in chunks)
 
@@ -167,16 +179,30 @@ class ChunkPipeline:
         for transfer in job.transfers:
             transfer.wait()
         update, chunk = job.update, job.chunk
+        begun = None
+        if self._trace is not None:
+            self._add_transfers(OperationKind.STATES_READ, job)
+            begun = self._trace.host_mark(update.step)
         gradients = update.values[chunk.offset : chunk.offset + chunk.length]
         adamw_update(update.segments[chunk.index], gradients, make_adam_state(job.states), gradient_scale=update.scale, pool=self._pool)
+        if self._trace is not None:
+            ended, size = self._trace.host_mark(update.step), job.state_bytes
+            self._trace.add(update.step, OperationKind.UPDATE, update.layout.index, begun, ended, chunk=chunk.index, bytes=size)
         update.unread_chunks -= 1
         if update.unread_chunks == 0:
             self._on_read(update)
         job.transfers = [self._store.write(update.layout, chunk, stream, part) for stream, part in job.states.items()]
 
+    def _add_transfers(self, kind: OperationKind, job: _Job) -> None:
+        assert self._trace is not None, "transfers are told to a trace only"
+        update = job.update
+        self._trace.add_transfers(update.step, kind, update.layout.index, job.chunk.index, job.transfers, bytes=job.state_bytes)
+
     def _finish_writing(self, job: _Job) -> None:
         for transfer in job.transfers:
             transfer.wait()
+        if self._trace is not None:
+            self._add_transfers(OperationKind.STATES_WRITE, job)
         self._take_back(job)
         job.update.unwritten_chunks -= 1
         if job.update.unwritten_chunks == 0:

@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lohan.config import Durability
+from lohan.planning.operations import OperationKind
+
 if TYPE_CHECKING:
     from lohan.states.state_store import StateStore
+    from lohan.streaming.trace import Trace
 
 PAYLOAD_KEY = "optimizer"
 """Under it a step's record holds what the optimizer needs to go on: see `OptimizerWorker.resume`."""
@@ -33,10 +37,12 @@ class StepCommits:
 
     Args:
         export: what the record holds under `PAYLOAD_KEY`.
+        trace: is told of commits that make something durable.
     """
 
-    def __init__(self, store: StateStore, export: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, store: StateStore, export: Callable[[], Mapping[str, Any]], trace: Trace | None) -> None:
         self._store, self._export = store, export
+        self._trace = trace if store.durability is not Durability.NONE else None
         self.begun = self.ended = self.committed = 0
         self._payload: Payload | None = None
         self.payloads_come = False
@@ -64,5 +70,8 @@ class StepCommits:
             values = self._payload.values
         elif not without_payload:
             return
+        begun = self._trace.host_mark(self.ended) if self._trace is not None else None
         self._store.commit(self.ended, {**values, PAYLOAD_KEY: dict(self._export())})
+        if self._trace is not None:
+            self._trace.add(self.ended, OperationKind.COMMIT, None, begun, self._trace.host_mark(self.ended))
         self.committed = self.ended

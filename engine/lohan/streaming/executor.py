@@ -16,10 +16,13 @@ from torch import nn
 from lohan.config import Clip, Durability, Precision, States, UnsafeFilesystems, UpdateSchedule
 from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
+from lohan.planning.operations import expected_order
 from lohan.planning.plan import Tier
 from lohan.planning.slots import WORKING_SLOTS, size_slots
+from lohan.planning.step_trace import Wait
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming import installation
+from lohan.streaming.activations import micro_batch_sizes
 from lohan.streaming.clipping import StepStatistics, UpdateRules
 from lohan.streaming.device import resolve_device
 from lohan.streaming.hyperparameters import StepCounts
@@ -32,7 +35,9 @@ if TYPE_CHECKING:
     from lohan.memory.arena import Ledger
     from lohan.models.blocks import Unit
     from lohan.models.weights import WeightSource
+    from lohan.planning.operations import Operation
     from lohan.planning.plan import Plan
+    from lohan.streaming.trace import Trace
 
 
 _Kind = TypeVar("_Kind", bound=StrEnum)
@@ -92,7 +97,11 @@ class Session:
             EngineError: a background stage failed; its error is the cause.
         """
         self._driver.check()
+        trace = self._stages.trace
+        begun = trace.mark(trace.step) if trace is not None else None
         self._stages.pending.wait_all()
+        if trace is not None:
+            trace.add(trace.step, Wait.UPDATES, None, begun, trace.mark(trace.step))
 
     def commit(self, payload: Mapping[str, Any]) -> None:
         """Have the step just finished recorded with `payload` (JSON-ready), which a resumed session finds again. Does not wait.
@@ -106,6 +115,16 @@ class Session:
         if not self._driver.steps:
             raise EngineError("there is no finished step to record", remedy="Call commit after the step's last backward.")
         self._stages.worker.commit(self._driver.steps, payload)
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """A step of a whole batch as it is scheduled: what a traced step is compared with."""
+        return self._stages.operations
+
+    @property
+    def unit_names(self) -> list[str]:
+        """By index."""
+        return [unit.layout.name for unit in self._units]
 
     @property
     def durability(self) -> Durability:
@@ -217,6 +236,7 @@ def init(
     threads: int = 0,
     chunk_parameters: int = DEFAULT_CHUNK_PARAMETERS,
     debug: DebugMode = DebugMode.OFF,
+    trace: Trace | None = None,
 ) -> Session:
     """Put the engine under `model`: afterwards `model(input_ids=…, labels=…).loss.backward()` updates it, one backward being one step.
 
@@ -249,6 +269,7 @@ def init(
         threads: for the optimizer; 0 means all CPUs this process may use.
         chunk_parameters: grain of state I/O, a multiple of 2048.
         debug: how the engine helps to find its own faults.
+        trace: records some of the steps.
 
     Raises:
         ConfigError: a number is out of range, or there is no such device.
@@ -267,10 +288,12 @@ def init(
     if not resume:
         installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
-    layouts, order = [unit.layout for unit in runtimes], installation.access_order(model, units)
+    layouts = [unit.layout for unit in runtimes]
+    visits = installation.visits(model, units, len(micro_batch_sizes(batch_size, micro_batch_size)))
+    order = expected_order(visits, [layout.index for layout in layouts if layout.trainable_elements])
     stages = Stages(
         layouts,
-        order,
+        visits,
         [Path(directory) for directory in state_directories],
         device=torch_device,
         precision=precision,
@@ -286,6 +309,7 @@ def init(
         counts=StepCounts(layouts, group_of),
         host_budget_bytes=plan.tier(Tier.RAM).capacity_bytes if plan is not None else None,
         load=lambda states: installation.load(states, runtimes, weights),
+        trace=trace,
     )
     installation.replace_parameters(model, runtimes, working_dtype(precision), torch_device)
     driver = StepDriver(runtimes, optimizer, stages)
@@ -305,7 +329,7 @@ def _install(
 ) -> Session:
     """Let the model compute through the stages and the optimizer belong to them; `limits` are rows and tokens of a batch."""
     session = Session(model, runtimes, stages, driver, micro_batch_size)
-    runner = RegionRunner(stages.stream, driver, device=stages.device, micro_batch_size=micro_batch_size)
+    runner = RegionRunner(stages.stream, driver, device=stages.device, micro_batch_size=micro_batch_size, trace=stages.trace)
     installation.wrap(model, units, runtimes, runner, limits, session.count_fallback)
     installation.take_over(optimizer, driver.check)
     stages.stream.prefetch_forward()

@@ -18,12 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from lohan.errors import EngineError
 from lohan.memory.arena import Arena, Paging
+from lohan.planning.operations import OperationKind
+from lohan.planning.step_trace import Wait
 from lohan.streaming.device import Event, delay, make_stream, on_stream
 from lohan.streaming.parameters import DebugMode
 from lohan.streaming.pending import Failure
 
 if TYPE_CHECKING:
     from lohan.states.layout import UnitLayout
+    from lohan.streaming.trace import Mark, Trace
 
 
 class Region:
@@ -32,6 +35,9 @@ class Region:
     def __init__(self, unit: int, step: int, finish: Callable[[Region, Sequence[torch.Tensor | None]], None]) -> None:
         self.unit = unit
         self.step = step
+        self.number = 0
+        """Which of the unit's regions in this forward, where steps are traced."""
+        self.backward_begun: Mark | None = None
         self.ran = False
         self.finished = False
         self.holds_weights = False
@@ -91,9 +97,14 @@ class GradientCollector:
     """
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], send: Callable[[int, torch.Tensor, frozenset[int]], None], *, device: torch.device
+        self,
+        layouts: Sequence[UnitLayout],
+        send: Callable[[int, torch.Tensor, frozenset[int]], None],
+        *,
+        device: torch.device,
+        trace: Trace | None = None,
     ) -> None:
-        self._layouts, self._send, self._device = layouts, send, device
+        self._layouts, self._send, self._device, self._trace = layouts, send, device, trace
         self._units = [_UnitGradients() for _ in layouts]
         self._free: list[torch.Tensor] = []
 
@@ -115,6 +126,9 @@ class GradientCollector:
             else:
                 target.copy_(gradient)
                 unit.touched.add(index)
+        if self._trace is not None:
+            step, ended = region.step + 1, self._trace.mark(region.step + 1)
+            self._trace.add(step, OperationKind.BACKWARD, region.unit, region.backward_begun, ended, micro_batch=region.number)
         unit.open_regions.discard(region)
         if not unit.open_regions:
             self._complete(region.unit)
@@ -176,8 +190,9 @@ class GradientOffload:
         dtype: torch.dtype,
         device: torch.device,
         debug: DebugMode,
+        trace: Trace | None,
     ) -> None:
-        self._device, self._failure, self._debug = device, failure, debug
+        self._device, self._failure, self._debug, self._trace = device, failure, debug, trace
         paging = Paging.for_copies_with(device)
         self._free = [
             HostGradient(arena.allocate(length, dtype, holder="host gradient buffers", paging=paging), device) for length in elements
@@ -188,12 +203,14 @@ class GradientOffload:
         self._staging = torch.empty(max(elements), dtype=dtype, device=device) if device.type == "cuda" else None
         self._staged, self._copied = Event(device), Event(device)
 
-    def send(self, gradients: torch.Tensor) -> HostGradient:
-        """Start moving `gradients` (flat fp32 on the device); they may be overwritten by later work of the current stream.
+    def send(self, unit: int, gradients: torch.Tensor) -> HostGradient:
+        """Start moving a unit's `gradients` (flat fp32 on the device); they may be overwritten by later work of the current stream.
 
         Raises:
             EngineError: a background stage failed.
         """
+        step = self._trace.step if self._trace is not None else 0
+        waiting = self._trace.mark(step) if self._trace is not None else None
         with self._changed:
             self._changed.wait_for(lambda: self._fitting(gradients.numel()) or self._failure.failed)
             self._failure.check()
@@ -201,10 +218,14 @@ class GradientOffload:
             host = min(self._fitting(gradients.numel()), key=lambda host: host.buffer.numel())
             self._free.remove(host)
         target = host.buffer[: gradients.numel()]
+        self._copied.wait()
+        begun = self._trace.mark(step) if self._trace is not None else None
+        if self._trace is not None:
+            self._trace.add(step, Wait.GRADIENT_BUFFER, unit, waiting, begun)
         if self._staging is None:
             target.copy_(gradients)
+            self._add_copy(step, unit, target, begun, None)
             return host
-        self._copied.wait()
         staging = self._staging[: gradients.numel()]
         staging.copy_(gradients)
         self._staged.record()
@@ -212,7 +233,9 @@ class GradientOffload:
             delay(self._stream, 1_000_000)
         self._staged.wait(self._stream)
         with on_stream(self._stream):
+            begun = self._trace.mark(step, self._stream) if self._trace is not None else None
             target.copy_(staging, non_blocking=True)
+            self._add_copy(step, unit, target, begun, self._stream)
         self._copied.record(self._stream)
         host.ready.record(self._stream)
         return host
@@ -222,6 +245,10 @@ class GradientOffload:
         with self._changed:
             self._free.append(host)
             self._changed.notify_all()
+
+    def _add_copy(self, step: int, unit: int, target: torch.Tensor, begun: Mark | None, stream: Any) -> None:
+        if self._trace is not None:
+            self._trace.add(step, OperationKind.GRADIENTS_COPY, unit, begun, self._trace.mark(step, stream), bytes=target.nbytes)
 
     def _fitting(self, elements: int) -> list[HostGradient]:
         return [host for host in self._free if host.buffer.numel() >= elements]

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from lohan.errors import EngineError, ModelError
+from lohan.planning.operations import Recompute, Visit
 from lohan.planning.workload import UnitKind
 from lohan.states.layout import ParameterSpecification, layout_unit
-from lohan.streaming.activations import BlockForward, RootForward
+from lohan.streaming.activations import BlockForward, RootForward, is_plain_embedding, is_token_wise
 from lohan.streaming.hyperparameters import check_optimizer
 from lohan.streaming.loss_head import ModelForward
-from lohan.streaming.parameters import AccessOrder
 from lohan.streaming.placeholders import guard, make_placeholder
 from lohan.streaming.regions import RegionRunner, UnitRuntime
 
@@ -81,18 +81,23 @@ def lay_out(units: Sequence[Unit], optimizer: Any, chunk_parameters: int) -> tup
     return runtimes, [[group_by_name.get(place.name) for place in unit.layout.parameters] for unit in runtimes]
 
 
-def access_order(model: nn.Module, units: Sequence[Unit]) -> AccessOrder:
-    """Units in the order of a forward and of a backward; a tied output projection ends the one and begins the other."""
-    forward = list(range(len(units)))
-    embedding = [module for _, module in units[0].modules]
+def visits(model: nn.Module, units: Sequence[Unit], micro_batches: int) -> list[Visit]:
+    """The modules that a forward goes through, in `micro_batches` where they are split; a tied output projection comes last.
+
+    The loss of the output projection is taken to fit one chunk of tokens.
+    """
     tied_head = _output_projection(model)
-    front = [module for module in embedding if module is not tied_head]
-    if len(front) < len(embedding):
-        forward.append(0)
-    backward = forward[::-1]
-    if all(type(module) is nn.Embedding for module in front):
-        backward.pop()  # its backward reads no weights
-    return AccessOrder(forward, backward)
+    passed = []
+    for index, unit in enumerate(units):
+        for _, module in unit.modules:
+            if unit.kind is UnitKind.EMBEDDING and module is tied_head:
+                continue
+            is_split = unit.kind is UnitKind.BLOCK or is_token_wise(module)
+            recompute = Recompute.NONE_SAVED if unit.kind is not UnitKind.BLOCK and is_plain_embedding(module) else Recompute.ALL
+            passed.append(Visit(index, micro_batches if is_split else 1, recompute))
+    if any(module is tied_head for _, module in units[0].modules):
+        passed.append(Visit(0))
+    return passed
 
 
 def _output_projection(model: nn.Module) -> nn.Module | None:
@@ -157,7 +162,7 @@ def wrap(
                 if module is projection:
                     head = root
     # `count_fallback` is a method of the session, which thus lives as long as the model.
-    model.forward = ModelForward(model, head, limits, runner.check, count_fallback)
+    model.forward = ModelForward(model, head, limits, runner.begin_forward, count_fallback)
 
 
 def take_over(optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:

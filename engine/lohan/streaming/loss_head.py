@@ -49,12 +49,12 @@ class ModelForward:
 
     Args:
         head: the output projection's forward; None if the model has none that is a root module.
-        check: raises what keeps the session from running.
+        begin: called before each forward; raises what keeps the session from running.
         count_fallback: called when a loss is computed through full logits.
     """
 
-    def __init__(self, model: nn.Module, head: RootForward | None, limits: tuple[int, int], check: Any, count_fallback: Any) -> None:
-        self._model, self._head, self._check, self._count_fallback = model, head, check, count_fallback
+    def __init__(self, model: nn.Module, head: RootForward | None, limits: tuple[int, int], begin: Any, count_fallback: Any) -> None:
+        self._model, self._head, self._begin, self._count_fallback = model, head, begin, count_fallback
         self._batch_size, self._sequence_length = limits
         self._original = type(model).forward
         self._signature = inspect.signature(self._original)
@@ -63,7 +63,7 @@ class ModelForward:
         self.__signature__ = inspect.signature(model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._check()
+        self._begin()
         arguments = self._bind(args, kwargs)
         self._check_limits(arguments)
         labels = arguments.get("labels")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lohan._native import ThreadPool
 from lohan.config import Clip
 from lohan.errors import EngineError
+from lohan.planning.operations import OperationKind, UpdateSequence
 from lohan.planning.schedule import Begin
 from lohan.streaming.accumulation import GradientSums
 from lohan.streaming.chunk_pipeline import ChunkPipeline, UnitUpdate
@@ -29,6 +30,7 @@ from lohan.streaming.pending import Failure, PendingUpdates
 if TYPE_CHECKING:
     from lohan.memory.arena import Arena
     from lohan.states.state_store import StateStore
+    from lohan.streaming.trace import Trace
 
 
 class OptimizerWorker:
@@ -38,6 +40,8 @@ class OptimizerWorker:
         give_back: called with a unit's gradients once they are no longer needed.
         chunk_elements: of the largest chunk.
         can_roll_back: whether `store.rollback` undoes the writes of a step that is not committed.
+        sequence: the order of updates that wait for the backward's end, and of each unit's chunks.
+        trace: is told of updates, their reads and writes, and commits.
     """
 
     def __init__(
@@ -53,9 +57,12 @@ class OptimizerWorker:
         chunk_elements: int,
         threads: int,
         can_roll_back: bool,
+        sequence: UpdateSequence,
+        trace: Trace | None,
     ) -> None:
         self._store, self._pending, self._failure, self._give_back = store, pending, failure, give_back
         self._counts, self._rules, self._can_roll_back = counts, rules, can_roll_back
+        self._sequence, self._trace = sequence, trace
         self._defers = rules.order.begin is Begin.AFTER_BACKWARD
         self._pool = ThreadPool(threads)
         self._sums = GradientSums(arena)
@@ -65,12 +72,14 @@ class OptimizerWorker:
             self._pool,
             chunk_elements=chunk_elements,
             in_flight=rules.order.chunks_in_flight,
+            sequence=sequence,
             on_read=self._gradients_read,
             on_written=self._unit_written,
+            trace=trace,
         )
         self._messages: queue.SimpleQueue[UnitUpdate | StepEnd | Payload | None] = queue.SimpleQueue()
         self._closing = False
-        self._commits = StepCommits(store, self._export)
+        self._commits = StepCommits(store, self._export, trace)
         self._norms: dict[int, UnitNorm] = {}
         self._deferred: list[UnitUpdate] = []
         self._withheld: list[int] = []
@@ -169,7 +178,11 @@ class OptimizerWorker:
             if update.adds_only:
                 return
             update.values, update.touched = self._sums.take(layout.index)
+        begun = self._trace.host_mark(update.step) if self._trace is not None else None
         norm = measure(update.values, layout, update.touched, self._pool)
+        if self._trace is not None:
+            ended = self._trace.host_mark(update.step)
+            self._trace.add(update.step, OperationKind.GRADIENT_NORM, layout.index, begun, ended, bytes=update.values.nbytes)
         self._norms[layout.index] = norm
         if self._defers:
             self._deferred.append(update)
@@ -214,8 +227,7 @@ class OptimizerWorker:
             self._skip(deferred)
         else:
             scale = self._rules.scale(statistics.squared_gradient_norm) if self._rules.clip is Clip.GLOBAL else None
-            # In the order in which the next forward needs them.
-            for update in sorted(deferred, key=lambda update: update.layout.index):
+            for update in sorted(deferred, key=lambda update: self._sequence.place(update.layout.index)):
                 self._update(update, self._rules.scale(self._norms[update.layout.index].squared) if scale is None else scale)
         self._commits.ended = step
         self._release_withheld()

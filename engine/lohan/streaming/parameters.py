@@ -21,13 +21,18 @@ import torch
 
 from lohan.errors import EngineError
 from lohan.memory.arena import Arena, Paging
+from lohan.planning.access import AccessOrder, Phase, Slots
+from lohan.planning.operations import OperationKind
+from lohan.planning.step_trace import Wait
 from lohan.streaming.device import Event, delay, make_stream, on_stream
 from lohan.streaming.pending import Failure, PendingUpdates
 
 if TYPE_CHECKING:
+    from lohan.memory.store import Transfer
     from lohan.planning.slots import SlotSizes
-    from lohan.states.layout import UnitLayout
+    from lohan.states.layout import Chunk, UnitLayout
     from lohan.states.state_store import StateStore
+    from lohan.streaming.trace import Mark, Trace
 
 _LONGEST_DELAY_CYCLES = 2_000_000  # about 1 ms on a GPU: longer than a small unit's copy, so that a missing wait shows
 _LONGEST_DELAY_SECONDS = 1e-3
@@ -40,51 +45,6 @@ class DebugMode(StrEnum):
     NAN_FILL = "nan_fill"
     """A slot is filled with NaN as soon as nothing holds it (that of a kept unit when its weights are updated), and copy streams are
     delayed at random: a read of weights that should not be there any more, or not yet, turns the loss into NaN."""
-
-
-class Phase(StrEnum):
-    """Which way units are walked through; decides what is loaded ahead."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    EVALUATION = "evaluation"
-
-
-class AccessOrder:
-    """The order in which units are expected, as indices. A wrong guess costs a load, never a wrong number."""
-
-    def __init__(self, forward: Sequence[int], backward: Sequence[int]) -> None:
-        self._sequences = {
-            Phase.FORWARD: [*forward, *backward],
-            Phase.BACKWARD: list(backward),  # not beyond: the next forward needs weights that are not updated yet
-            Phase.EVALUATION: [*forward, *forward],
-        }
-        self._phase = Phase.FORWARD
-        self._position = 0
-
-    @property
-    def backward(self) -> Sequence[int]:
-        """The units whose weights a backward reads."""
-        return self._sequences[Phase.BACKWARD]
-
-    def after(self, unit: int, phase: Phase, count: int) -> list[int]:
-        """The next `count` different units after `unit`; moves the position."""
-        sequence = self._sequences[phase]
-        start = self._position if phase is self._phase else 0
-        self._phase = phase
-        for position in (*range(start, len(sequence)), *range(min(start, len(sequence)))):
-            if sequence[position] == unit:
-                self._position = position
-                return self._distinct(sequence[position + 1 :], unit, count)
-        return []
-
-    def first(self, count: int) -> list[int]:
-        """The first `count` units of a forward."""
-        return self._distinct(self._sequences[Phase.FORWARD], None, count)
-
-    @staticmethod
-    def _distinct(sequence: Sequence[int], unit: int | None, count: int) -> list[int]:
-        return list(dict.fromkeys(index for index in sequence if index != unit))[:count]
 
 
 class _Slot:
@@ -108,6 +68,7 @@ class ParameterStream:
         pending: whose updates a load waits for.
         order: what to load ahead.
         slots: the device buffers.
+        trace: is told of reads, copies and waits.
     """
 
     def __init__(
@@ -123,9 +84,11 @@ class ParameterStream:
         dtype: torch.dtype,
         slots: SlotSizes,
         debug: DebugMode,
+        trace: Trace | None,
     ) -> None:
         self._layouts, self._store, self._pending, self._failure, self._order = layouts, store, pending, failure, order
-        self._debug, self._device = debug, device
+        self._debug, self._device, self._trace = debug, device, trace
+        self._itemsize = dtype.itemsize
         self._delays = random.Random(0)  # noqa: S311 - not for secrets
         largest = max(layout.elements for layout in layouts)
         self._stream = make_stream(device)
@@ -142,11 +105,13 @@ class ParameterStream:
                 return _Slot(arena.allocate(elements, dtype, holder="parameter slots", moved_by=store.transfers), device)
             return _Slot(torch.empty(elements, dtype=dtype, device=device), device)
 
-        self._working = [make_slot(slots.working_elements) for _ in range(slots.working)]
-        self._own = {unit: make_slot(layouts[unit].elements) for unit in slots.kept}
+        self._slots = Slots(
+            [make_slot(slots.working_elements) for _ in range(slots.working)],
+            {unit: make_slot(layouts[unit].elements) for unit in slots.kept},
+        )
         self._changed = threading.Condition()
         self._clock = 0
-        self._requests: queue.SimpleQueue[tuple[_Slot, int] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[_Slot, int, int] | None] = queue.SimpleQueue()
         self.loads = 0
         failure.wake(self._changed)
         self._thread = threading.Thread(target=self._run, name="lohan-parameters", daemon=True)
@@ -158,10 +123,19 @@ class ParameterStream:
         Raises:
             EngineError: a background stage failed, or every slot is held.
         """
+        # An evaluation may run between two steps, and belongs to none.
+        step = self._trace.step if self._trace is not None and phase is not Phase.EVALUATION else 0
+        begun = self._trace.mark(step) if self._trace is not None else None
+        cause = Wait.UPDATES if self._trace is not None and self._pending.is_pending(unit) else Wait.WEIGHTS
         with self._changed:
-            slot = self._hold(unit)
+            slot = self._hold(unit, step)
             # As far ahead as there are slots: the prefetch keeps whatever is among these units from being thrown out.
-            self._prefetch(self._order.after(unit, phase, len(self._working) + len(self._own) - 1))
+            following = self._order.after(unit, phase, self._slots.count - 1)
+            if phase is Phase.BACKWARD:
+                # Where modules run in another order, a unit that is updated already may seem to follow. Its update may end with the
+                # backward only, and the backward would wait for loads behind it.
+                following = [index for index in following if not self._pending.is_pending(index)]
+            self._prefetch(following, step)
             self._changed.wait_for(lambda: not slot.loading or self._failure.failed)
             if self._failure.failed:
                 slot.users -= 1
@@ -169,6 +143,8 @@ class ParameterStream:
             self._clock += 1
             slot.used_at = self._clock
         slot.loaded.wait()
+        if self._trace is not None:
+            self._trace.add(step, cause, unit, begun, self._trace.mark(step))
         return slot.weights[: self._layouts[unit].elements]
 
     def release(self, unit: int) -> None:
@@ -176,7 +152,7 @@ class ParameterStream:
         with self._changed:
             slot = self._find(unit)
             assert slot is not None and slot.users > 0, "released more often than acquired"
-            if slot.users == 1 and unit not in self._own and self._debug is DebugMode.NAN_FILL:
+            if slot.users == 1 and unit not in self._slots.own and self._debug is DebugMode.NAN_FILL:
                 slot.weights.fill_(math.nan)
                 slot.unit = None
             slot.last_use.record()
@@ -197,7 +173,7 @@ class ParameterStream:
     def prefetch_forward(self) -> None:
         """Start loading the first units of the next forward."""
         with self._changed:
-            self._prefetch(self._order.first(len(self._working) + len(self._own)))
+            self._prefetch(self._order.first(self._slots.count), self._trace.step if self._trace is not None else 0)
 
     def close(self) -> None:
         """End the loader and free the slots."""
@@ -207,67 +183,51 @@ class ParameterStream:
         if self._stream is not None:
             self._stream.synchronize()
         with self._changed:
-            self._working.clear()
-            self._own.clear()
+            self._slots.working.clear()
+            self._slots.own.clear()
             self._staging.clear()
 
     def _find(self, unit: int) -> _Slot | None:
-        own = self._own.get(unit)
-        slots = self._working if own is None else (own,)
-        return next((slot for slot in slots if slot.unit == unit), None)
+        return self._slots.find(unit)
 
-    def _hold(self, unit: int) -> _Slot:
+    def _hold(self, unit: int, step: int) -> _Slot:
         """The slot of `unit`, counted as used; a load is requested if there is none."""
         while True:
             self._failure.check()
             slot = self._find(unit)
             if slot is None:
-                slot = self._idle(unit, keep=())
+                slot = self._slots.idle(unit, keep=())
                 if slot is not None:
-                    self._request(slot, unit)
+                    self._request(slot, unit, step)
             if slot is not None:
                 slot.users += 1
                 return slot
-            if unit not in self._own and all(slot.users for slot in self._working):
+            if unit not in self._slots.own and all(slot.users for slot in self._slots.working):
                 raise EngineError(
-                    f"all {len(self._working)} parameter slots are in use at once",
+                    f"all {len(self._slots.working)} parameter slots are in use at once",
                     remedy="Raise `slots`; a module of this model runs inside another one's forward.",
                 )
             self._changed.wait()
 
-    def _idle(self, unit: int, keep: Sequence[int]) -> _Slot | None:
-        """A slot that `unit`, which has none now, can be loaded into; None while there is none.
-
-        That is its own, or the least recently used working slot that is neither held nor being loaded and holds none of `keep`; empty
-        ones first.
-        """
-        own = self._own.get(unit)
-        if own is not None:
-            return None if own.loading else own  # a load that was under way when the unit was invalidated
-        candidates = [
-            slot for slot in self._working if not slot.users and not slot.loading and (slot.unit is None or slot.unit not in keep)
-        ]
-        return min(candidates, key=lambda slot: (slot.unit is not None, slot.used_at), default=None)
-
-    def _prefetch(self, units: Sequence[int]) -> None:
+    def _prefetch(self, units: Sequence[int], step: int) -> None:
         for unit in units:
             if self._find(unit) is None:
-                slot = self._idle(unit, keep=units)
+                slot = self._slots.idle(unit, keep=units)
                 if slot is None:
                     return
-                self._request(slot, unit)
+                self._request(slot, unit, step)
 
-    def _request(self, slot: _Slot, unit: int) -> None:
+    def _request(self, slot: _Slot, unit: int, step: int) -> None:
         slot.unit, slot.loading = unit, True
-        self._requests.put((slot, unit))
+        self._requests.put((slot, unit, step))
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:
-            slot, unit = request
+            slot, unit, step = request
             try:
                 if not self._failure.failed:
                     self._pending.wait(unit)
-                    self._load(slot, self._layouts[unit])
+                    self._load(slot, self._layouts[unit], step)
             except Exception as error:  # noqa: BLE001 - reported to whoever waits for the unit
                 self._failure.set("reading weights", error)
             with self._changed:
@@ -275,12 +235,12 @@ class ParameterStream:
                 self.loads += 1
                 self._changed.notify_all()
 
-    def _load(self, slot: _Slot, layout: UnitLayout) -> None:
+    def _load(self, slot: _Slot, layout: UnitLayout, step: int) -> None:
         if self._device.type == "cpu":
             if self._debug is DebugMode.NAN_FILL:
                 time.sleep(self._delays.random() * _LONGEST_DELAY_SECONDS)
-            for _, ticket in self._store.read_weights(layout, slot.weights, layout.chunks):
-                ticket.wait()
+            for chunk, transfer in self._read_into_slot(slot, layout, step):
+                self._await(transfer, layout, chunk, step)
             return
         with torch.cuda.device(self._device):
             if self._debug is DebugMode.NAN_FILL:
@@ -298,10 +258,37 @@ class ParameterStream:
                         in_files.append(chunk)
                     else:
                         # Its next update waits for gradients, and they for who waits for this copy.
-                        slot.weights[chunk.offset : chunk.offset + chunk.length].copy_(memory, non_blocking=True)
-                for chunk, ticket in self._store.read_weights(layout, staging, in_files):
-                    ticket.wait()
-                    part = slice(chunk.offset, chunk.offset + chunk.length)
-                    slot.weights[part].copy_(staging[part], non_blocking=True)
+                        self._copy(slot, layout, chunk, memory, step)
+                for chunk, transfer in self._store.read_weights(layout, staging, in_files):
+                    self._await(transfer, layout, chunk, step)
+                    self._copy(slot, layout, chunk, staging[chunk.offset : chunk.offset + chunk.length], step)
             staged.record(self._stream)
             slot.loaded.record(self._stream)
+
+    def _read_into_slot(self, slot: _Slot, layout: UnitLayout, step: int) -> list[tuple[Chunk, Transfer]]:
+        """Start reading a unit into its slot on the CPU; from host memory that is a copy, which ends here."""
+        reads: list[tuple[Chunk, Transfer]] = []
+        for chunk in layout.chunks:
+            begun = self._trace.mark(step) if self._trace is not None else None
+            reads += self._store.read_weights(layout, slot.weights, [chunk])
+            if self._trace is not None and self._store.resident_weights(layout, chunk) is not None:
+                self._add_copy(layout, chunk, step, begun, self._trace.mark(step))
+        return reads
+
+    def _copy(self, slot: _Slot, layout: UnitLayout, chunk: Chunk, source: torch.Tensor, step: int) -> None:
+        """Have the copy stream bring a chunk to the GPU."""
+        begun = self._trace.mark(step, self._stream) if self._trace is not None else None
+        slot.weights[chunk.offset : chunk.offset + chunk.length].copy_(source, non_blocking=True)
+        if self._trace is not None:
+            self._add_copy(layout, chunk, step, begun, self._trace.mark(step, self._stream))
+
+    def _await(self, transfer: Transfer, layout: UnitLayout, chunk: Chunk, step: int) -> None:
+        transfer.wait()
+        if self._trace is not None:
+            size = chunk.length * self._itemsize
+            self._trace.add_transfers(step, OperationKind.WEIGHTS_READ, layout.index, chunk.index, [transfer], bytes=size)
+
+    def _add_copy(self, layout: UnitLayout, chunk: Chunk, step: int, begun: Mark | None, ended: Mark | None) -> None:
+        assert self._trace is not None, "copies are told to a trace only"
+        size = chunk.length * self._itemsize
+        self._trace.add(step, OperationKind.WEIGHTS_COPY, layout.index, begun, ended, chunk=chunk.index, bytes=size)

@@ -67,6 +67,11 @@ class PendingUpdates:
             self._units.discard(unit)
             self._condition.notify_all()
 
+    def is_pending(self, unit: int) -> bool:
+        """Whether the unit has an update under way."""
+        with self._condition:
+            return unit in self._units
+
     def wait(self, unit: int) -> None:
         """Block until `unit` has no update under way.
 

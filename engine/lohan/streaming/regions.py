@@ -7,28 +7,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lohan.planning.access import Phase
+from lohan.planning.operations import OperationKind, Recompute
 from lohan.streaming.gradients import Region, RegionParameters
-from lohan.streaming.parameters import ParameterStream, Phase
+from lohan.streaming.parameters import ParameterStream
 
 if TYPE_CHECKING:
     from lohan.models.blocks import UnitParameter
     from lohan.states.layout import UnitLayout
     from lohan.streaming.steps import StepDriver
-
-
-class Recompute(Enum):
-    """What becomes of a region's inner activations."""
-
-    ALL = auto()
-    """Dropped in the forward, computed again in the backward."""
-    NONE_SAVED = auto()
-    """Kept: only for modules that save no activations and do not read their weights in the backward (`nn.Embedding`)."""
+    from lohan.streaming.trace import Trace
 
 
 @dataclass(slots=True, eq=False)
@@ -67,11 +60,16 @@ class UnitRuntime:
                 owner[attribute] = parameter
 
 
+_NO_SPAN = contextlib.nullcontext()
+
+
 class RegionRunner:
     """Runs regions of all units."""
 
-    def __init__(self, stream: ParameterStream, driver: StepDriver, *, device: torch.device, micro_batch_size: int) -> None:
-        self._stream, self._driver = stream, driver
+    def __init__(
+        self, stream: ParameterStream, driver: StepDriver, *, device: torch.device, micro_batch_size: int, trace: Trace | None
+    ) -> None:
+        self._stream, self._driver, self._trace = stream, driver, trace
         self.micro_batch_size = micro_batch_size
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -94,7 +92,7 @@ class RegionRunner:
         trainable = unit.trainable()
         wants_gradient = torch.is_grad_enabled() and (any(trainable) or (hidden is not None and hidden.requires_grad))
         if not wants_gradient:
-            with self.held(unit) as weights, unit.in_place_of_parameters(unit.views(weights)):
+            with self.held(unit) as weights, unit.in_place_of_parameters(unit.views(weights)), self._forward_span(unit):
                 return call(hidden, *arguments)
         region = self._driver.new_region(unit.index)
         self._driver.collector.open(region)
@@ -103,12 +101,18 @@ class RegionRunner:
             return self._body(region, unit, trainable, call, hidden, *arguments)
 
         if recompute is Recompute.NONE_SAVED:
-            return body(hidden, *arguments)
+            output = body(hidden, *arguments)
+            if self._trace is not None and isinstance(output, torch.Tensor) and output.requires_grad:
+                # Nothing is recomputed, where a backward begins otherwise.
+                output.register_hook(lambda _: self._begin_backward(region))  # type: ignore[no-untyped-call]  # torch declares it without
+            return output
         return checkpoint(body, hidden, *arguments, use_reentrant=False, preserve_rng_state=True, early_stop=True)
 
-    def check(self) -> None:
-        """Raise what keeps the session from running; see `StepDriver.check`."""
+    def begin_forward(self) -> None:
+        """A forward of the model begins: raise what keeps the session from running; see `StepDriver.check`."""
         self._driver.check()
+        if self._trace is not None and torch.is_grad_enabled():
+            self._driver.begin_forward()
 
     @contextlib.contextmanager
     def held(self, unit: UnitRuntime) -> Iterator[torch.Tensor]:
@@ -130,13 +134,37 @@ class RegionRunner:
     ) -> Any:
         recomputing, region.ran = region.ran, True
         weights = self._stream.acquire(unit.index, Phase.BACKWARD if recomputing else Phase.FORWARD)
+        if self._trace is not None and recomputing:
+            self._begin_backward(region)
+        span = _NO_SPAN if recomputing else self._forward_span(unit, region)
         try:
             # A list, not arguments: autograd must not take the slot's views for inputs of the function.
             passed, *tensors = RegionParameters.apply(self._anchor, hidden, region, unit.views(weights), trainable)  # type: ignore[no-untyped-call]
-            with unit.in_place_of_parameters(tensors):
+            with unit.in_place_of_parameters(tensors), span:
                 return call(passed, *rest)
         finally:
             if recomputing:
                 region.holds_weights = True  # until the region's backward has run
             else:
                 self._stream.release(unit.index)
+
+    def _forward_span(self, unit: UnitRuntime, region: Region | None = None) -> contextlib.AbstractContextManager[None]:
+        """Traces the block's work as a region's forward; `region` is None where there will be no backward."""
+        if self._trace is None or not torch.is_grad_enabled():
+            return _NO_SPAN
+        number = self._driver.next_number(unit.index)
+        if region is not None:
+            region.number = number
+        return self._traced(self._trace, unit.index, number)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _traced(trace: Trace, unit: int, number: int) -> Iterator[None]:
+        step = trace.step
+        begun = trace.mark(step)
+        yield
+        trace.add(step, OperationKind.FORWARD, unit, begun, trace.mark(step), micro_batch=number)
+
+    def _begin_backward(self, region: Region) -> None:
+        assert self._trace is not None, "only traced backwards are told"
+        region.backward_begun = self._trace.mark(region.step + 1)

@@ -12,6 +12,9 @@ import torch
 from lohan.config import Durability, Precision, States, UnsafeFilesystems
 from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Store
+from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
+from lohan.planning.operations import ChunkShape, StepShape, UnitShape, UpdateSequence, Visit, access_order, step_operations
+from lohan.planning.plan import Tier
 from lohan.planning.schedule import Begin
 from lohan.planning.state_form import StateForm
 from lohan.states.state_store import StateStore
@@ -19,14 +22,13 @@ from lohan.streaming.clipping import UpdateRules
 from lohan.streaming.gradients import GradientOffload
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.optimizer import OptimizerWorker
-from lohan.streaming.parameters import AccessOrder, DebugMode, ParameterStream
+from lohan.streaming.parameters import DebugMode, ParameterStream
 from lohan.streaming.pending import Failure, PendingUpdates
 
 if TYPE_CHECKING:
     from lohan.planning.slots import SlotSizes
     from lohan.states.layout import UnitLayout
-
-_HOST_GRADIENTS = 3  # one arriving, one waiting, one being read by the optimizer: where updates begin on arrival
+    from lohan.streaming.trace import Trace
 
 
 def working_dtype(precision: Precision) -> torch.dtype:
@@ -37,16 +39,30 @@ def working_dtype(precision: Precision) -> torch.dtype:
 def _host_gradients(layouts: Sequence[UnitLayout], rules: UpdateRules) -> list[int]:
     """The host gradient buffers, in elements: one per unit where all wait for the backward's end, else a few of the largest size."""
     sizes = [layout.trainable_elements for layout in layouts if layout.trainable_elements]
-    return sizes if rules.order.begin is Begin.AFTER_BACKWARD else [max(sizes)] * _HOST_GRADIENTS
+    return sizes if rules.order.begin is Begin.AFTER_BACKWARD else [max(sizes)] * HOST_GRADIENT_BUFFERS
+
+
+def _shape(layouts: Sequence[UnitLayout], visits: Sequence[Visit], states: StateStore, slots: SlotSizes, device: torch.device) -> StepShape:
+    units = []
+    for layout in layouts:
+        tiers = [Tier.SSD if states.resident_weights(layout, chunk) is None else Tier.RAM for chunk in layout.chunks]
+        chunks = [ChunkShape(chunk.length, chunk.trainable, tier) for chunk, tier in zip(layout.chunks, tiers, strict=True)]
+        units.append(UnitShape(tuple(chunks)))
+    where = Tier.GPU if device.type == "cuda" else Tier.RAM
+    return StepShape(tuple(units), tuple(visits), slots, states.form, states.durability, where)
 
 
 class Stages:
-    """The background stages and what they share. They know neither model nor session, so that both can be garbage-collected."""
+    """The background stages and what they share. They know neither model nor session, so that both can be garbage-collected.
+
+    Args:
+        visits: what a forward goes through; in which order everything else is done is `operations`.
+    """
 
     def __init__(
         self,
         layouts: Sequence[UnitLayout],
-        order: AccessOrder,
+        visits: Sequence[Visit],
         directories: Sequence[Path],
         *,
         device: torch.device,
@@ -63,8 +79,11 @@ class Stages:
         counts: StepCounts,
         host_budget_bytes: int | None,
         load: Callable[[StateStore], None],
+        trace: Trace | None,
     ) -> None:
-        self.device, self.precision, self.counts = device, precision, counts
+        self.device, self.precision, self.counts, self.trace = device, precision, counts, trace
+        if trace is not None:
+            trace.attach(device)
         working = working_dtype(precision)
         self.failure = Failure()
         self.pending = PendingUpdates(self.failure)
@@ -90,30 +109,51 @@ class Stages:
             if self.states.record is None:
                 load(self.states)
                 self.states.commit(0, {})
-            self.stream = ParameterStream(
-                layouts, self.states, self.arena, self.pending, self.failure, order, device=device, dtype=working, slots=slots, debug=debug
-            )
+            self.operations = step_operations(_shape(layouts, visits, self.states, slots, device), rules.order)
+            self.stream = self._make_stream(layouts, slots, debug)
             stack.callback(self.stream.close)
             gradients = _host_gradients(layouts, rules)
-            self.offload = GradientOffload(self.arena, self.failure, elements=gradients, dtype=working, device=device, debug=debug)
-            stack.callback(self.offload.free)
-            self.worker = OptimizerWorker(
-                self.states,
-                self.arena,
-                self.pending,
-                self.failure,
-                self.offload.give_back,
-                counts,
-                rules,
-                chunk_elements=max(chunk.length for layout in layouts for chunk in layout.chunks if chunk.trainable),
-                threads=threads,
-                can_roll_back=durability is not Durability.NONE,
+            self.offload = GradientOffload(
+                self.arena, self.failure, elements=gradients, dtype=working, device=device, debug=debug, trace=trace
             )
+            stack.callback(self.offload.free)
+            self.worker = self._make_worker(layouts, rules, threads)
             stack.callback(self.worker.close)
             if self.resumed_step:
                 assert self.states.record is not None
                 self.worker.resume(self.resumed_step, self.states.record.payload)
             self._resources = stack.pop_all()
+
+    def _make_stream(self, layouts: Sequence[UnitLayout], slots: SlotSizes, debug: DebugMode) -> ParameterStream:
+        return ParameterStream(
+            layouts,
+            self.states,
+            self.arena,
+            self.pending,
+            self.failure,
+            access_order(self.operations),
+            device=self.device,
+            dtype=working_dtype(self.precision),
+            slots=slots,
+            debug=debug,
+            trace=self.trace,
+        )
+
+    def _make_worker(self, layouts: Sequence[UnitLayout], rules: UpdateRules, threads: int) -> OptimizerWorker:
+        return OptimizerWorker(
+            self.states,
+            self.arena,
+            self.pending,
+            self.failure,
+            self.offload.give_back,
+            self.counts,
+            rules,
+            chunk_elements=max(chunk.length for layout in layouts for chunk in layout.chunks if chunk.trainable),
+            threads=threads,
+            can_roll_back=self.states.durability is not Durability.NONE,
+            sequence=UpdateSequence(self.operations),
+            trace=self.trace,
+        )
 
     @property
     def resumed_step(self) -> int:

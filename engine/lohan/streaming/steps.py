@@ -28,7 +28,9 @@ class StepDriver:
     def __init__(self, units: Sequence[UnitRuntime], optimizer: torch.optim.Optimizer, stages: Stages) -> None:
         self._units, self._optimizer = units, optimizer
         self._stream, self._offload, self._worker, self._failure = stages.stream, stages.offload, stages.worker, stages.failure
-        self.collector = GradientCollector([unit.layout for unit in units], self._send, device=stages.device)
+        self._trace = stages.trace
+        self._numbers: dict[int, int] = {}
+        self.collector = GradientCollector([unit.layout for unit in units], self._send, device=stages.device, trace=stages.trace)
         self.steps = stages.resumed_step
         """Updates so far, skipped ones included."""
         self._adds_only = False
@@ -74,6 +76,18 @@ class StepDriver:
                 )
         return Region(unit, self.steps, self._finish)
 
+    def begin_forward(self) -> None:
+        """A forward begins whose step may be traced."""
+        if self._trace is not None:
+            self._trace.begin_step(self.steps + 1)
+            self._numbers.clear()
+
+    def next_number(self, unit: int) -> int:
+        """How many regions the unit has had in this forward."""
+        number = self._numbers.get(unit, 0)
+        self._numbers[unit] = number + 1
+        return number
+
     def close(self) -> None:
         """Refuse everything from now on, and give the gradient sums back."""
         self._closed = True
@@ -96,7 +110,7 @@ class StepDriver:
 
     def _send(self, index: int, gradients: torch.Tensor, touched: frozenset[int]) -> None:
         """A unit's gradients of this backward are complete."""
-        self._submit(index, self._offload.send(gradients), touched)
+        self._submit(index, self._offload.send(index, gradients), touched)
 
     def _submit(self, index: int, host: HostGradient | None, touched: frozenset[int]) -> None:
         """Start the unit's update, or have its gradients added up."""
@@ -117,6 +131,8 @@ class StepDriver:
                 self._submit(index, None, frozenset())
             self.steps += 1
             self._worker.end_step(self.steps)
+            if self._trace is not None:
+                self._trace.end_step()
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what lr schedulers look for before they step
         for parameter, sentinel in self._sentinels:
             parameter.grad = sentinel

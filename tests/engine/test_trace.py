@@ -1,0 +1,312 @@
+"""What a session does is what its operations say, and a trace of it says so: order, bytes, times, and the file that shows it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from lohan.config import Durability, Precision, States, UnsafeFilesystems, UpdateSchedule
+from lohan.errors import ConfigError, EngineError, StorageError
+from lohan.planning.access import AccessOrder
+from lohan.planning.comparison import DifferenceKind, compare
+from lohan.planning.operations import Operation, OperationKind, Resource, UpdateSequence
+from lohan.planning.step_trace import Span, StepTrace, Wait, mean_busy
+from lohan.streaming import stages
+from lohan.streaming import trace as tracing
+from lohan.streaming.trace import Trace, write_perfetto
+from tests.engine.reference import adamw, assert_bitwise_equal, make_batches, make_llama, open_session, train_streamed
+
+STATE_BYTES = 12 * 140_000
+PLACEMENTS = {"ssd": 0, "half": STATE_BYTES // 2, "ram": 4 * STATE_BYTES}
+DURABLE = {"durability": Durability.STEP, "unsafe_filesystems": UnsafeFilesystems.ALLOW}
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def traced(model, directory: Path, *, steps: int = 4, **options) -> tuple[tuple[Operation, ...], list[StepTrace]]:
+    """What the steps of a session should do, and what the second and third of them did."""
+    trace = Trace(first_step=2, steps=2)
+    with open_session(model, adamw(model), directory, trace=trace, **options) as session:
+        for batch in make_batches(steps):
+            model(**batch).loss.backward()
+            session.wait()
+        operations = session.operations
+    return tuple(operations), list(trace.steps)
+
+
+def assert_as_scheduled(operations, steps) -> None:
+    assert [step.step for step in steps] == [2, 3]
+    for step in steps:
+        differences = compare(operations, step)
+        assert not differences, "\n".join(map(str, differences[:20]))
+        assert sum(not isinstance(span.kind, Wait) for span in step.spans) == len(operations)
+
+
+# ---------------------------------------------------------------- the engine and its schedule
+@pytest.mark.parametrize("micro_batch_size", [4, 1], ids=["one micro-batch", "four micro-batches"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("ram_bytes", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("schedule", UpdateSchedule)
+def test_a_step_does_exactly_what_its_operations_say(schedule, ram_bytes, tied, micro_batch_size, tmp_path):
+    options = {"schedule": schedule, "ram_state_bytes": ram_bytes, "micro_batch_size": micro_batch_size}
+    assert_as_scheduled(*traced(make_llama(tied=tied), tmp_path, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": 2},
+        {"slots": 4},
+        {"slots": 20},
+        {"slots": 2, "kept_units": 2},
+        {"kept_units": 20},
+        {"clip": "global"},
+        {"precision": Precision.BF16, "states": States.EIGHT_BIT},
+        {**DURABLE, "ram_state_bytes": PLACEMENTS["half"]},
+        {**DURABLE, "ram_state_bytes": PLACEMENTS["ram"], "schedule": "naive"},
+    ],
+    ids=["2 slots", "4 slots", "all in slots", "two kept", "all kept", "clipped", "8 bit", "durable, half", "durable, RAM"],
+)
+def test_so_it_does_with_other_settings(options, tmp_path):
+    operations, steps = traced(make_llama(), tmp_path, **options)
+    assert_as_scheduled(operations, steps)
+    assert Counter(operation.kind for operation in operations)[OperationKind.COMMIT] == ("durability" in options)
+
+
+@pytest.mark.parametrize("frozen", ["model.embed_tokens", "model.layers", "model.layers.0", "lm_head"])
+@pytest.mark.parametrize("slots", [3, 20])
+def test_so_it_does_with_frozen_units(frozen, slots, tmp_path):
+    model = make_llama()
+    model.get_submodule(frozen).requires_grad_(requires_grad=False)
+    operations, steps = traced(model, tmp_path, slots=slots)
+    assert_as_scheduled(operations, steps)
+
+
+def test_states_in_ram_take_no_drive(tmp_path):
+    operations, steps = traced(make_llama(), tmp_path, ram_state_bytes=PLACEMENTS["ram"])
+    assert not {Resource.SSD_READ, Resource.SSD_WRITE} & {operation.resource for operation in operations}
+    busy = steps[0].busy()
+    assert busy[Resource.SSD_READ].operations == busy[Resource.SSD_WRITE].operations == 0
+    assert busy[Resource.M2G].bytes and busy[Resource.G2M].bytes and busy[Resource.CPU].bytes
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_tracing_changes_no_bit(tmp_path):
+    batches = make_batches(4, padded=True)
+    plain, seen = (train_streamed(make_llama(), batches, tmp_path / name, trace=trace) for name, trace in (("a", None), ("b", Trace())))
+    assert_bitwise_equal(plain, seen)
+
+
+# ---------------------------------------------------------------- one source of order
+class BackwardSequence(UpdateSequence):
+    """Other than the operations say."""
+
+    def place(self, unit: int) -> int:
+        return -super().place(unit)
+
+    def chunks(self, unit: int) -> list[int]:
+        return list(super().chunks(unit))[::-1]
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("schedule", UpdateSchedule)
+def test_updates_in_another_order_are_found_and_harmless(schedule, tmp_path, monkeypatch):
+    batches, options = make_batches(3), {"schedule": schedule}
+    expected = train_streamed(make_llama(), batches, tmp_path / "as scheduled", **options)
+    monkeypatch.setattr(stages, "UpdateSequence", BackwardSequence)
+    operations, steps = traced(make_llama(), tmp_path / "traced", **options)
+    kinds = {(difference.kind, difference.operation.kind) for step in steps for difference in compare(operations, step)}
+    assert (DifferenceKind.TOO_EARLY, OperationKind.UPDATE) in kinds
+    assert_bitwise_equal(expected, train_streamed(make_llama(), batches, tmp_path / "other", **options))
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_weights_in_another_order_are_found_and_harmless(tmp_path, monkeypatch):
+    """A wrong guess costs loads, and no number."""
+    batches = make_batches(3)
+    expected = train_streamed(make_llama(), batches, tmp_path / "as scheduled")
+    monkeypatch.setattr(stages, "access_order", lambda _: AccessOrder([4, 3, 2, 1, 0], [0, 1, 2, 3, 4]))
+    operations, steps = traced(make_llama(), tmp_path / "traced")
+    found = Counter((difference.kind, difference.operation or difference.span) for difference in compare(operations, steps[0]))
+    kinds = {(kind, item.kind) for kind, item in found}
+    assert (DifferenceKind.UNEXPECTED, OperationKind.WEIGHTS_READ) in kinds
+    assert_bitwise_equal(expected, train_streamed(make_llama(), batches, tmp_path / "other"))
+
+
+def test_the_engine_takes_its_orders_from_the_operations(tmp_path, monkeypatch):
+    """With the updates of the first unit taken out of them, the optimizer does not know what to do with it."""
+    original = stages.step_operations
+
+    def without_unit_0(shape, order):
+        return tuple(item for item in original(shape, order) if not (item.kind is OperationKind.UPDATE and item.unit == 0))
+
+    monkeypatch.setattr(stages, "step_operations", without_unit_0)
+    model = make_llama()
+    with pytest.raises(EngineError, match="the optimizer failed"), open_session(model, adamw(model), tmp_path) as session:
+        model(**make_batches(1)[0]).loss.backward()
+        session.wait()
+
+
+# ---------------------------------------------------------------- the trace
+def test_it_records_the_steps_asked_for_and_no_others(tmp_path):
+    model = make_llama()
+    trace = Trace(first_step=2, steps=2)
+    batches = make_batches(5)
+    with open_session(model, adamw(model), tmp_path, trace=trace) as session:
+        done = []
+        for batch in batches:
+            begun = time.perf_counter()
+            model(**batch).loss.backward()
+            session.wait()
+            with torch.no_grad():
+                model(**batch)  # belongs to no step
+            done.append((len(trace.steps), trace.is_complete, begun))
+        assert [(count, complete) for count, complete, _ in done] == [(0, False), (1, False), (2, False), (2, True), (2, True)]
+    starts = [begun for *_, begun in done]
+    for step, begun, following in zip(trace.steps, starts[1:], starts[2:], strict=False):
+        assert begun <= step.start_seconds <= following <= step.end_seconds
+        assert all(span.start_seconds <= span.end_seconds for span in step.spans)
+        assert all(begun <= span.start_seconds <= step.end_seconds for span in step.spans)
+    assert trace.dropped_spans == 0
+
+
+def test_a_step_is_as_long_as_it_is_known_to_be(tmp_path):
+    model = make_llama()
+    trace = Trace(first_step=1, steps=1)
+    with open_session(model, adamw(model), tmp_path, trace=trace) as session:
+        model(**make_batches(1)[0]).loss.backward()
+        session.wait()
+        (step,) = trace.steps
+        assert step.end_seconds == max(span.end_seconds for span in step.spans), "nothing follows yet"
+        model(**make_batches(1)[0]).loss.backward()
+        (later,) = trace.steps
+        assert (later.start_seconds, later.spans[0]) == (step.start_seconds, step.spans[0])
+        assert later.seconds > 0
+
+
+def test_accumulated_backwards_are_one_step(tmp_path):
+    trace = Trace(first_step=1, steps=2)
+    train_streamed(make_llama(), make_batches(6), tmp_path, accumulation=3, trace=trace)
+    for step in trace.steps:
+        counts = Counter(span.kind for span in step.spans)
+        assert counts[OperationKind.GRADIENTS_COPY] == 3 * counts[OperationKind.GRADIENT_NORM] == 15
+
+
+def test_it_keeps_a_bounded_number_of_spans(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "MOST_SPANS", 10)
+    trace = Trace(first_step=1, steps=1)
+    train_streamed(make_llama(), make_batches(1), tmp_path, trace=trace)
+    (step,) = trace.steps
+    assert len(step.spans) <= 10 < trace.dropped_spans
+
+
+def test_waits_have_a_cause_and_are_not_busy(tmp_path):
+    """A slow optimizer is what the step's end waits for."""
+    _, steps = traced(make_llama(), tmp_path)
+    for step in steps:
+        assert step.waits()[Wait.UPDATES] > 0
+        assert sum(busy.operations for busy in step.busy().values()) == sum(not isinstance(span.kind, Wait) for span in step.spans)
+
+
+@pytest.mark.parametrize(("options", "place"), [({"first_step": 0}, "first_step"), ({"steps": 0}, "steps")])
+def test_numbers_out_of_range_are_refused(options, place):
+    with pytest.raises(ConfigError) as caught:
+        Trace(**options)
+    assert caught.value.place == place
+
+
+def test_it_belongs_to_one_session(tmp_path):
+    trace = Trace()
+    train_streamed(make_llama(), make_batches(1), tmp_path / "first", trace=trace)
+    with pytest.raises(EngineError, match="another session"):
+        train_streamed(make_llama(), make_batches(1), tmp_path / "second", trace=trace)
+
+
+# ---------------------------------------------------------------- what is made of it
+def span_of(kind, resource, start, end, *, bytes=0) -> Span:
+    return Span(kind, resource, 0, None, None, bytes, start, end)
+
+
+def test_busy_is_the_union_of_what_is_under_way():
+    spans = (
+        span_of(OperationKind.STATES_READ, Resource.SSD_READ, 1.0, 3.0, bytes=10),
+        span_of(OperationKind.WEIGHTS_READ, Resource.SSD_READ, 1.5, 2.0, bytes=20),
+        span_of(OperationKind.STATES_READ, Resource.SSD_READ, 2.5, 4.0, bytes=30),
+        span_of(OperationKind.STATES_READ, Resource.SSD_READ, 5.0, 6.0, bytes=40),
+        span_of(OperationKind.FORWARD, Resource.GPU, 1.0, 1.5),
+        span_of(Wait.WEIGHTS, Resource.GPU, 2.0, 2.5),
+    )
+    step = StepTrace(2, 1.0, 11.0, spans)
+    busy = step.busy()
+    assert (busy[Resource.SSD_READ].seconds, busy[Resource.SSD_READ].bytes, busy[Resource.SSD_READ].operations) == (4.0, 100, 4)
+    assert (busy[Resource.GPU].seconds, busy[Resource.GPU].operations) == (0.5, 1)
+    assert busy.keys() == set(Resource)
+    assert step.waits() == {Wait.WEIGHTS: 0.5, Wait.GRADIENT_BUFFER: 0.0, Wait.UPDATES: 0.0}
+    mean = mean_busy([step, StepTrace(3, 11.0, 21.0, ())])
+    assert (mean[Resource.SSD_READ].seconds, mean[Resource.SSD_READ].bytes) == (2.0, 50)
+
+
+def test_other_bytes_and_missing_operations_are_found():
+    operations = (
+        Operation(OperationKind.STATES_READ, 0, 0, bytes=10),
+        Operation(OperationKind.UPDATE, 0, 0, after=(0,)),
+        Operation(OperationKind.COMMIT, after=(1,)),
+    )
+    spans = (
+        Span(OperationKind.STATES_READ, Resource.SSD_READ, 0, 0, None, 12, 1.0, 2.0),
+        Span(OperationKind.UPDATE, Resource.CPU, 0, 0, None, 0, 1.9, 3.0),
+        Span(OperationKind.UPDATE, Resource.CPU, 0, 0, None, 0, 4.0, 5.0),
+    )
+    step = StepTrace(1, 0.0, 6.0, spans)
+    assert list(map(str, compare(operations, step))) == [
+        "states read, unit 0, chunk 0: 12 bytes instead of 10",
+        "too early: update, unit 0, chunk 0, before the end of states read, unit 0, chunk 0",
+        "missing: commit",
+        "unexpected: update, unit 0, chunk 0 of 0 bytes",
+    ]
+    kinds = [difference.kind for difference in compare(operations, step, tolerance_seconds=0.2)]
+    assert DifferenceKind.TOO_EARLY not in kinds
+
+
+def test_the_file_shows_every_span_on_its_resource(tmp_path):
+    model = make_llama()
+    trace = Trace(first_step=2, steps=2)
+    with open_session(model, adamw(model), tmp_path / "states", trace=trace) as session:
+        for batch in make_batches(4):
+            model(**batch).loss.backward()
+            session.wait()
+        names = session.unit_names
+    file = tmp_path / "trace.json"
+    file.write_text("an earlier trace")
+    write_perfetto(trace, file, names)
+    assert [path.name for path in tmp_path.glob("trace*")] == ["trace.json"], "no temporary file stays"
+    events = json.loads(file.read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"GPU", "M2G: host to GPU", "SSD read", "SSD read (2)", "SSD write", "CPU optimizer", "steps"} - set(tracks.values()) == {
+        "M2G: host to GPU"  # without a GPU, files are read into their slot
+    }
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert len(drawn) == 2 + sum(len(step.spans) for step in trace.steps)
+    block = next(event for event in drawn if event["cat"] == "forward" and event["args"]["unit"] == "model.layers.1")
+    assert (tracks[block["tid"]], block["name"], block["args"]["micro_batch"]) == ("GPU", "forward model.layers.1", 0)
+    assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in drawn)
+    lanes: dict[int, float] = {}
+    for event in sorted(drawn, key=lambda event: event["ts"]):
+        assert event["ts"] >= lanes.get(event["tid"], 0.0) - 1e-2, "spans of a lane do not overlap"
+        lanes[event["tid"]] = event["ts"] + event["dur"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(StorageError, match="cannot be written") as caught:
+        write_perfetto(Trace(), tmp_path / "missing" / "trace.json", [])
+    assert caught.value.place == str(tmp_path / "missing" / "trace.json")
