@@ -155,6 +155,29 @@ def test_lines_where_there_is_no_terminal(tmp_path):
     assert "\x1b" not in result.stdout
 
 
+def test_a_trace_is_written_and_its_table_printed(tmp_path):
+    file = tmp_path / "trace.json"
+    result = run("train", write_run(tmp_path, steps=4), "--trace", file, "--trace-steps", "2")
+    assert result.returncode == ExitCode.SUCCEEDED, result.stdout + result.stderr
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {event["name"] for event in events if event.get("cat") == "step"} == {"step 2", "step 3"}
+    lines = result.stdout.splitlines()
+    table = next(number for number, line in enumerate(lines) if line.startswith("A step took "))
+    assert "mean of 2, from step 2 on" in lines[table]
+    rows = [line.split("\u2502")[1].strip() for line in lines[table:] if line.startswith("\u2502")]
+    assert rows == ["computing CPU", "M2G (host to GPU)", "G2M (GPU to host)", "SSD read", "SSD write", "CPU (optimizer)"]
+    assert any(line.startswith("Computing waited for weights ") for line in lines)
+    assert f"The trace is in {file}; open it in ui.perfetto.dev." in lines
+    assert table < next(number for number, line in enumerate(lines) if line.startswith("step 4/4")), "as soon as the steps are done"
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    result = run("train", write_run(tmp_path), "--trace", tmp_path / "missing" / "trace.json")
+    assert result.returncode == ExitCode.BAD_CONFIG
+    assert result.stderr.startswith("lohan: --trace: ") and "No such file or directory" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_progress_bar_on_a_terminal(tmp_path):
     """The same run on a pseudo-terminal: a bar, the loss and the time left."""
     run_file = write_run(tmp_path, steps=3)

@@ -15,6 +15,13 @@ from lohan.events import ExitReason
 RunFile = Annotated[
     Path, typer.Argument(metavar="RUN.toml", help="The run's configuration; relative paths in it are taken from its folder.")
 ]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE", help="Record some steps: a file for ui.perfetto.dev, and a table of how busy GPU, drives and CPU were."
+    ),
+]
+TraceSteps = Annotated[int, typer.Option(min=1, help="How many steps --trace records; the first step of all is left out.")]
 Attempt = Annotated[
     int | None, typer.Option(min=1, help="Which start of this run it is, for its events; by default one more than the last that wrote any.")
 ]
@@ -40,7 +47,7 @@ _CODE_OF = {
 }
 
 
-def train(run_file: RunFile, attempt: Attempt = None) -> None:
+def train(run_file: RunFile, attempt: Attempt = None, trace: TraceFile = None, trace_steps: TraceSteps = 3) -> None:
     """Train a model as RUN.toml says; the result is a Hugging Face folder, <output.directory>/export.
 
     A run whose state directories hold the record of a step goes on from there.
@@ -49,15 +56,19 @@ def train(run_file: RunFile, attempt: Attempt = None) -> None:
     from lohan.config import load_run_config
     from lohan.training.loop import train as run
     from lohan.training.run_lock import RunLockedError
+    from lohan.training.tracing import TraceRequest, check_writable
 
     try:
         config = load_run_config(run_file)
+        if trace is not None:
+            check_writable(trace)
     except ConfigError as error:
         print_error(error)
         raise typer.Exit(ExitCode.BAD_CONFIG) from None
     try:
         with make_show(config) as show:
-            reason = run(config, attempt=attempt, listener=show.event)
+            request = TraceRequest(trace.absolute(), trace_steps, show.busy) if trace is not None else None
+            reason = run(config, attempt=attempt, listener=show.event, trace=request)
     except RunLockedError as error:
         print_error(error)
         raise typer.Exit(ExitCode.LOCKED) from None

@@ -6,15 +6,27 @@ import sys
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from lohan.events import EventType, ExitReason
+from lohan.planning.operations import Resource
 from lohan.planning.plan import Tier
+from lohan.planning.step_trace import Wait, mean_busy
 from lohan.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
 
     from lohan.config import RunConfig
     from lohan.planning.plan import Plan
+    from lohan.training.tracing import TraceReport
 
+_RESOURCE_NAMES = {
+    Resource.GPU: "GPU",
+    Resource.M2G: "M2G (host to GPU)",
+    Resource.G2M: "G2M (GPU to host)",
+    Resource.SSD_READ: "SSD read",
+    Resource.SSD_WRITE: "SSD write",
+    Resource.CPU: "CPU (optimizer)",
+}
 _TIER_NAMES = {Tier.GPU: "GPU memory", Tier.RAM: "RAM", Tier.SSD: "SSD"}
 
 
@@ -22,6 +34,8 @@ class Show(Protocol):
     """Takes the trainer's events as they come."""
 
     def event(self, type: EventType, fields: dict[str, Any]) -> None: ...
+
+    def busy(self, report: TraceReport) -> None: ...
 
     def __enter__(self) -> Self: ...
 
@@ -52,6 +66,9 @@ class LineShow:
                 return
             self._phase = fields["detail"]
         print(describe(type, fields, self._config), flush=True)
+
+    def busy(self, report: TraceReport) -> None:
+        print_busy(report, make_console())
 
 
 class ProgressShow:
@@ -88,6 +105,9 @@ class ProgressShow:
         else:
             # Not as markup: messages quote file names and data.
             self._progress.console.print(describe(type, fields, self._config), markup=False)
+
+    def busy(self, report: TraceReport) -> None:
+        print_busy(report, self._progress.console)
 
     def _show_phase(self, fields: dict[str, Any]) -> None:
         if fields["detail"] != self._phase and self._task is not None:
@@ -145,13 +165,41 @@ def _describe_exit(fields: dict[str, Any], config: RunConfig) -> str:
     return f"{fields['reason']}: {where}{error['message']}{remedy}"
 
 
-def print_plan(plan: Plan) -> None:
-    """Print the memory split, a table a tier."""
+def make_console() -> Console:
+    """With a width of its own where there is no terminal, so that a log keeps the rows whole."""
     from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+def print_busy(report: TraceReport, console: Console) -> None:
+    """Print how busy each resource was in the recorded steps, and what the device waited for (the LoHan paper's Figure 1)."""
     from rich.table import Table
 
-    # A width of its own where there is no terminal, so that a log keeps the rows whole.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    steps = report.steps
+    seconds = sum(step.seconds for step in steps) / len(steps)
+    title = f"A step took {seconds:.3f} s (mean of {len(steps)}, from step {steps[0].step} on)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("resource")
+    for name in ("busy", "of the step", "moved", "while busy", "operations"):
+        table.add_column(name, justify="right")
+    for resource, busy in mean_busy(steps).items():
+        moved = f"{busy.bytes / 1e9:.3g} GB" if busy.bytes else ""
+        rate = f"{busy.bytes / 1e9 / busy.seconds:.3g} GB/s" if busy.bytes and busy.seconds else ""
+        name = "computing CPU" if resource is Resource.GPU and not report.on_gpu else _RESOURCE_NAMES[resource]
+        table.add_row(name, f"{busy.seconds:.3f} s", f"{busy.seconds / seconds:.1%}", moved, rate, str(busy.operations))
+    console.print(table)
+    waits = [(wait, sum(step.waits()[wait] for step in steps) / len(steps)) for wait in Wait]
+    told = [f"{str(wait).removeprefix('wait ')} {waited:.3f} s ({waited / seconds:.1%})" for wait, waited in waits]
+    console.print(f"{'The GPU' if report.on_gpu else 'Computing'} waited {', '.join(told)}.", markup=False)
+    console.print(f"The trace is in {report.path}; open it in ui.perfetto.dev.", markup=False, soft_wrap=True)
+
+
+def print_plan(plan: Plan) -> None:
+    """Print the memory split, a table a tier."""
+    from rich.table import Table
+
+    console = make_console()
     console.print(
         f"{plan.model}: {format_count(plan.parameters)} parameters, {plan.precision} on {plan.device};"
         f" batch {plan.batch_size} (micro-batch {plan.micro_batch_size}), {plan.sequence_length} tokens a row",

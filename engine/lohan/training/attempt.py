@@ -22,6 +22,7 @@ from lohan.training.resume import can_resume, find_checkpoint, is_resumable
 from lohan.training.setup import ReportedWeights, make_optimizer, prepare_rows, remove_states
 from lohan.training.steps import Course, Steps, batch_loss
 from lohan.training.stopping import StopWatch
+from lohan.training.tracing import RunTrace, TraceRequest
 from lohan.units import format_count
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class Attempt:
     measured before the first step is not measured again.
     """
 
-    def __init__(self, config: RunConfig, reporter: Reporter, stop: StopWatch) -> None:
-        self._config, self._reporter, self._stop = config, reporter, stop
+    def __init__(self, config: RunConfig, reporter: Reporter, stop: StopWatch, trace: TraceRequest | None) -> None:
+        self._config, self._reporter, self._stop, self._trace = config, reporter, stop, trace
         self._directory = config.output.directory
         self._state_directories = state_directories(config)
 
@@ -55,11 +56,14 @@ class Attempt:
         plan = self._plan(model_config, checkpoint)
         self._say_started(plan, course.total_steps, checkpoint)
         torch.manual_seed(self._config.training.seed)
-        session, model, optimizer = self._load_model(model_config, plan, checkpoint)
-        with session:
+        tracing = RunTrace(self._trace, course.total_steps, checkpoint.step if checkpoint is not None else 0, self._reporter)
+        session, model, optimizer = self._load_model(model_config, plan, checkpoint, tracing)
+        with tracing, session:
+            tracing.attach(session)
             self._warn_of_changes(checkpoint, session)
             steps = Steps(session, model, optimizer, course, self._config.training, self._reporter, self._stop, checkpoint)
-            steps.run(evaluation_seconds=self._evaluate(model, course, session.device, "before") if checkpoint is None else None)
+            before = self._evaluate(model, course, session.device, "before") if checkpoint is None else None
+            steps.run(evaluation_seconds=before, on_step=tracing.step_done)
             self._evaluate(model, course, session.device, "after")
             self._export(session, model_config)
 
@@ -101,7 +105,9 @@ class Attempt:
         if not checkpoint.random.fits(session.device):
             self._reporter.warn("The run has moved to a GPU: from here on its dropout masks are others than they would have been.")
 
-    def _load_model(self, model_config: Any, plan: Plan, checkpoint: Checkpoint | None) -> tuple[Session, nn.Module, torch.optim.AdamW]:
+    def _load_model(
+        self, model_config: Any, plan: Plan, checkpoint: Checkpoint | None, tracing: RunTrace
+    ) -> tuple[Session, nn.Module, torch.optim.AdamW]:
         training, engine = self._config.training, self._config.engine
         if engine.threads:
             torch.set_num_threads(engine.threads)
@@ -134,6 +140,7 @@ class Attempt:
                 plan=plan,
                 threads=engine.threads,
                 resume=checkpoint is not None,
+                trace=tracing.trace,
             )
         return session, model, optimizer
 

@@ -5,6 +5,8 @@ This module loads no torch, so that the lock is held and the first event is writ
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from lohan.config import RunConfig
 from lohan.errors import StopRequested
 from lohan.events import EventType, ExitReason, Phase
@@ -13,14 +15,20 @@ from lohan.training.reporter import Listener, Reporter, next_attempt
 from lohan.training.run_lock import hold_run
 from lohan.training.stopping import StopWatch
 
+if TYPE_CHECKING:
+    from lohan.training.tracing import TraceRequest
 
-def train(config: RunConfig, *, attempt: int | None = None, listener: Listener | None = None) -> ExitReason:
+
+def train(
+    config: RunConfig, *, attempt: int | None = None, listener: Listener | None = None, trace: TraceRequest | None = None
+) -> ExitReason:
     """Run `config` to the export, from the base model or from the last recorded step; returns why it ended, as the last event does.
 
     Args:
         config: with absolute paths.
         attempt: which start of this run it is; 1 is the first. None takes the one after the last that wrote an event.
         listener: is told every event besides, for a terminal.
+        trace: which steps to record, and where to.
 
     Raises:
         RunLockedError: another trainer is at work in the run's folder; no event was written.
@@ -34,7 +42,7 @@ def train(config: RunConfig, *, attempt: int | None = None, listener: Listener |
             reporter.begin(Phase.PREPARING_DATA, "Starting.")
             from lohan.training.attempt import Attempt
 
-            work = Attempt(config, reporter, stop)
+            work = Attempt(config, reporter, stop, trace)
             work.execute()
             reason = ExitReason.SUCCEEDED
         except StopRequested:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,13 @@ class Steps:
             checkpoint.scheduler.restore(self._scheduler)
             checkpoint.random.restore(session.device)
 
-    def run(self, *, evaluation_seconds: float | None = None) -> None:
-        """Do the steps that are left. `evaluation_seconds` is what the evaluation before them took, where there was one."""
+    def run(self, *, evaluation_seconds: float | None = None, on_step: Callable[[], None] = lambda: None) -> None:
+        """Do the steps that are left.
+
+        Args:
+            evaluation_seconds: what the evaluation before them took, where there was one.
+            on_step: called when a step's updates are done.
+        """
         if evaluation_seconds is not None:
             self._clock.afterwards_seconds = evaluation_seconds
         left = self._course.total_steps - self._first
@@ -80,6 +86,7 @@ class Steps:
         for step in range(self._first, self._course.total_steps):
             self._stop.check()
             metrics = self._step(step)
+            on_step()
             self._reporter.say(EventType.STEP, **metrics)
             if self._session.durability is not Durability.NONE:
                 # The event before the record: a step that is recorded is never done again, so nobody would say it a second time.
