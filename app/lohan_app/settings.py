@@ -135,12 +135,8 @@ class Settings(BaseSettings):
             for folder in (*(self.data_dir / name for name in DATA_FOLDERS), *self.state_folders):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(
-                f"this folder cannot be made: {error.strerror}",
-                place=str(error.filename),
-                remedy="Give this user the folder above it, or set LOHAN_DATA_DIR and LOHAN_STATE_DIRS to others.",
-                errno=error.errno,
-            ) from error
+            remedy = "Give this user the folder above it, or set LOHAN_DATA_DIR and LOHAN_STATE_DIRS to others."
+            raise StorageError.of(error, "this folder cannot be made", place=error.filename, remedy=remedy) from error
 
 
 def load_settings(**overrides: Any) -> Settings:

@@ -7,6 +7,8 @@ pages print alike: `message` (what was wrong, with the value), `place` (file and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
+from typing import Self
 
 
 class LohanError(Exception):
@@ -73,6 +75,11 @@ class StorageError(LohanError, OSError):
         super().__init__(message, place=place, remedy=remedy)
         self.errno = errno
         self.offset = offset
+
+    @classmethod
+    def of(cls, error: OSError, what: str, *, place: PathLike[str] | str | None, remedy: str) -> Self:
+        """What the operating system refused: `what` as a clause (`the file cannot be written`), followed by its reason."""
+        return cls(f"{what}: {error.strerror or error}", place=str(place) if place else None, remedy=remedy, errno=error.errno)
 
 
 class ResumeError(LohanError, ValueError):

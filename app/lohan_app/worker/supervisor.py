@@ -166,15 +166,15 @@ class Supervisor:
             trainer = Trainer.start(self._files, attempt=attempt, device=device, command=self._trainer_command)
         except (LohanError, OSError) as error:
             logger.exception("%s: cannot start the trainer", self._run_id)
-            problem = (
-                error
-                if isinstance(error, LohanError)
-                else StorageError(str(error.strerror or error), place=str(error.filename or self._files.folder))
-            )
+            problem = error if isinstance(error, LohanError) else self._refused(error)
             self._fire(Trigger.FAIL, state_reason=problem.message, problem=problem.to_dict())
             return None
         logger.info("%s: started the trainer, process %d, attempt %d, on %s", self._run_id, trainer.pid, attempt, device)
         return trainer
+
+    def _refused(self, error: OSError) -> StorageError:
+        remedy = "See that the drive is healthy, has room, and that this user may write there."
+        return StorageError.of(error, "the trainer cannot be started", place=error.filename or self._files.folder, remedy=remedy)
 
     def _release(self, reason: str) -> None:
         self._fire(Trigger.RELEASE, state_reason=reason)

@@ -259,12 +259,8 @@ def _save(directory: Path, choice: TransferChoice) -> None:
     try:
         save_choice(directory, choice)
     except OSError as error:
-        raise StorageError(
-            f"the choice cannot be kept: {error.strerror}",
-            place=str(directory / CHOICE_FILE),
-            remedy="Free space, or give this user the right to write there; the measurement itself is done.",
-            errno=error.errno,
-        ) from error
+        remedy = "Free space, or give this user the right to write there; the measurement itself is done."
+        raise StorageError.of(error, "the choice cannot be kept", place=directory / CHOICE_FILE, remedy=remedy) from error
 
 
 def _choice_record(choice: TransferChoice) -> Record:
@@ -296,12 +292,8 @@ def _folders(directories: Sequence[Path]) -> Iterator[list[Path]]:
             try:
                 folders.append(Path(tempfile.mkdtemp(dir=directory.absolute(), prefix=".lohan-bench-")))
             except OSError as error:
-                raise StorageError(
-                    f"no folder can be made: {error.strerror}",
-                    place=str(directory),
-                    remedy="Name a folder this user may write to.",
-                    errno=error.errno,
-                ) from error
+                remedy = "Name a folder this user may write to."
+                raise StorageError.of(error, "no folder can be made", place=directory, remedy=remedy) from error
         yield folders
     finally:
         for folder in folders:

@@ -83,12 +83,8 @@ def write_document(path: Path, content: Record) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(as_json(content), encoding="utf-8")
     except OSError as error:
-        raise StorageError(
-            f"the results cannot be written: {error.strerror}",
-            place=str(path),
-            remedy="Name a file in a folder this user may write to.",
-            errno=error.errno,
-        ) from error
+        remedy = "Name a file in a folder this user may write to."
+        raise StorageError.of(error, "the results cannot be written", place=path, remedy=remedy) from error
 
 
 def interleaved(systems: Mapping[str, Callable[[], object]], *, rounds: int, watcher: Watcher) -> dict[str, list[float]]:

@@ -29,12 +29,8 @@ def locked(folder: Path) -> Iterator[IO[bytes]]:
         _make(folder)
         lock = (folder / "lock").open("ab")
     except OSError as error:
-        raise StorageError(
-            f"the state directory cannot be used: {error.strerror}",
-            place=str(folder),
-            remedy="Name a folder on a local drive that this user may write to.",
-            errno=error.errno,
-        ) from error
+        remedy = "Name a folder on a local drive that this user may write to."
+        raise StorageError.of(error, "the state directory cannot be used", place=folder, remedy=remedy) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -238,9 +238,5 @@ def _translated(path: Path, action: Callable[[], None]) -> None:
     try:
         action()
     except OSError as error:
-        raise StorageError(
-            f"the step record cannot be made durable: {os.strerror(error.errno or 0)}",
-            place=str(path),
-            remedy="See to the drive and its free space; the run resumes from its last committed step.",
-            errno=error.errno,
-        ) from error
+        remedy = "See to the drive and its free space; the run resumes from its last committed step."
+        raise StorageError.of(error, "the step record cannot be made durable", place=path, remedy=remedy) from error

@@ -49,19 +49,11 @@ def _known(fault: Exception) -> LohanError | None:
             remedy="Use a smaller engine.micro_batch_size or training.sequence_length, or close other programs.",
         )
     if isinstance(fault, OSError) and fault.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(
-            "the drive is full",
-            place=str(fault.filename) if fault.filename else None,
-            remedy="Free space, or put engine.state_directories and output.directory on a larger drive, then start the run again.",
-            errno=fault.errno,
-        )
+        remedy = "Free space, or put engine.state_directories and output.directory on a larger drive, then start the run again."
+        return StorageError.of(fault, "the drive is full", place=fault.filename, remedy=remedy)
     if isinstance(fault, OSError) and fault.errno is not None:
-        return StorageError(
-            f"a file operation failed: {fault.strerror}",
-            place=str(fault.filename) if fault.filename else None,
-            remedy="See that the drive is healthy and that this user may write there.",
-            errno=fault.errno,
-        )
+        remedy = "See that the drive is healthy and that this user may write there."
+        return StorageError.of(fault, "a file operation failed", place=fault.filename, remedy=remedy)
     return None
 
 
