@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from lohan.errors import ConfigError
 
@@ -36,6 +36,8 @@ class Durability(StrEnum):
 
     STEP = "step"
     """Every step: the state files have two slots, and a step is committed as a whole. Twice the space, no further traffic."""
+    SNAPSHOT = "snapshot"
+    """A step every few minutes, and the last one before a stop: the same two slots, and states in RAM are written only then."""
     NONE = "none"
     """Nothing: states are updated in place, and a run that is interrupted starts again from the base model."""
 
@@ -122,6 +124,8 @@ class TrainingSection(_Section):
     evaluation_rows: Annotated[int, Field(ge=0, le=4096)] = 64
     """Training rows, in the order in which they are trained, whose mean loss is measured before the first and after the last step; 0
     measures none."""
+    keep_steps: tuple[Annotated[int, Field(ge=1, le=10_000_000)], ...] = ()
+    """Steps whose states are kept as named snapshots (`step-000100`), from which `lohan train --resume-from` begins again."""
 
 
 class EngineSection(_Section):
@@ -134,11 +138,15 @@ class EngineSection(_Section):
     states: States = States.AUTO
     """`auto` keeps moments in fp32 (12 bytes a parameter with the master weights), `8bit` in 8 bits (6.03 bytes)."""
     durability: Durability = Durability.STEP
-    """`step` commits every step, for twice the space on the drives; `none` keeps nothing to resume from."""
+    """`step` commits every step, for twice the space on the drives; `snapshot` one every `snapshot_minutes`, for the same space and without
+    writing states in RAM at every step; `none` keeps nothing to resume from."""
+    snapshot_minutes: Annotated[FiniteFloat, Field(gt=0, le=10080)] = 10.0
+    """With durability `snapshot`, the time between two snapshots: as much work may be lost."""
     ram_state_bytes: Annotated[int, Field(ge=0)] = 0
-    """Host memory for model states, the first units' first; the others (with durability `step` all of them) lie on the drives."""
+    """Host memory for model states, the first units' first; the others lie on the drives, where all have a place unless durability is
+    `none`."""
     unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE
-    """`allow` takes state directories on tmpfs, and with durability `step` on btrfs or a container's layer: for trials and benchmarks."""
+    """`allow` takes state directories on tmpfs, and for durable states on btrfs or a container's layer: for trials and benchmarks."""
     gpu_memory_bytes: Annotated[int, Field(ge=1)] | None = None
     """Cap on the GPU's memory; None means what is free."""
     host_memory_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -147,13 +155,6 @@ class EngineSection(_Section):
     """When weights are updated: `serial`, `naive` or `optimized`; the results are the same."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads for the optimizer and for `device = "cpu"`; 0 means all this process may use."""
-
-    @field_validator("durability", mode="before")
-    @classmethod
-    def _snapshots_are_not_offered(cls, value: object) -> object:
-        if value == "snapshot":
-            raise ValueError("snapshot is not offered yet; use step, which can resume from every step, or none")
-        return value
 
 
 class OutputSection(_Section):
@@ -170,6 +171,12 @@ class RunConfig(_Section):
     training: TrainingSection = TrainingSection()
     engine: EngineSection = EngineSection()
     output: OutputSection
+
+    @model_validator(mode="after")
+    def _steps_that_are_kept_are_recorded(self) -> RunConfig:
+        if self.training.keep_steps and self.engine.durability is Durability.NONE:
+            raise ValueError("training.keep_steps names steps to keep, and engine.durability is none; use step or snapshot")
+        return self
 
     @model_validator(mode="after")
     def _micro_batch_within_batch(self) -> RunConfig:

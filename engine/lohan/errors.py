@@ -82,6 +82,10 @@ class StorageError(LohanError, OSError):
         return cls(f"{what}: {error.strerror or error}", place=str(place) if place else None, remedy=remedy, errno=error.errno)
 
 
+class NamedSnapshotError(LohanError):
+    """A step's states could not be kept under a name; the run itself is not affected. What the system said is the cause."""
+
+
 class ResumeError(LohanError, ValueError):
     """What a run was to go on from is missing, damaged, or belongs to something else; the message says which, `place` which file."""
 

@@ -135,7 +135,7 @@ def test_a_state_folder_in_memory_is_no_place_for_states() -> None:
 def test_a_state_folder_that_cannot_be_durable_is_said_to_be_so(tmp_path: Path, filesystem: str) -> None:
     found = state_drive(probe([tmp_path]).state_directories[0].model_copy(update={"filesystem": filesystem}))
     assert found.status is Status.NOTE
-    assert f"states with durability step are refused there: it is on {filesystem}" in found.text
+    assert f"states that can be resumed are refused there: it is on {filesystem}" in found.text
 
 
 def test_a_state_folder_without_direct_io_is_named_with_the_cores_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from lohan_app.settings import Settings
 from lohan_app.worker.launcher import RunFiles, TrainerNote
 from lohan_app.worker.processes import holding
 from lohan_app.worker.supervisor import Supervisor
-from lohan_app.worker.verdict import RESUME, START_AGAIN
+from lohan_app.worker.verdict import RESUME, RESUME_OR_START_AGAIN, START_AGAIN
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +197,7 @@ def test_an_announced_attempt_that_never_began_is_started(settings: Settings, en
     assert (run.state, run.attempt) == (RunState.SUCCEEDED, 1)
 
 
-@pytest.mark.parametrize(("durability", "goes_on"), [("step", RESUME), ("none", START_AGAIN)])
+@pytest.mark.parametrize(("durability", "goes_on"), [("step", RESUME), ("snapshot", RESUME_OR_START_AGAIN), ("none", START_AGAIN)])
 def test_a_killed_trainer_is_queued_again_with_the_reason(settings: Settings, engine: Engine, durability: str, goes_on: str) -> None:
     run_id = make_run(settings, engine, state=RunState.STARTING, script={"kill_self_at_step": 2}, reserved_ram_bytes=5)
     with write_transaction(engine) as session:

@@ -10,7 +10,7 @@ import pytest
 from lohan_app.entities import Run
 from lohan_app.runs.states import Trigger
 from lohan_app.worker.trainer import TrainerEnd
-from lohan_app.worker.verdict import MAX_LOST_ATTEMPTS, RESUME, START_AGAIN, Verdict, is_recorded, judge
+from lohan_app.worker.verdict import MAX_LOST_ATTEMPTS, RESUME, RESUME_OR_START_AGAIN, START_AGAIN, Verdict, how_it_goes_on, judge
 
 
 def verdict(
@@ -18,12 +18,12 @@ def verdict(
     status: int | None = 0,
     *,
     lost: int = 1,
-    recorded: bool = False,
+    goes_on: str = START_AGAIN,
     out_of_memory: bool = False,
     log: str = "",
 ) -> Verdict:
     end = TrainerEnd(status, out_of_memory)
-    return judge(exit_fields, end, lost_attempts=lost, is_recorded=recorded, log_tail=log, log_path="/runs/x/trainer.log")
+    return judge(exit_fields, end, lost_attempts=lost, goes_on=goes_on, log_tail=log, log_path="/runs/x/trainer.log")
 
 
 @pytest.mark.parametrize("status", [0, None, -signal.SIGSEGV, 1])
@@ -43,15 +43,22 @@ def test_interrupted_is_never_a_failure(fields: dict[str, Any] | None, status: i
     assert found.trigger is Trigger.END_EARLY
     assert "stopped" in found.reason
     assert "base model" in found.reason
-    assert verdict(fields, status, recorded=True).reason.endswith(RESUME)
+    assert verdict(fields, status, goes_on=RESUME).reason.endswith(RESUME)
 
 
 @pytest.mark.parametrize(
     ("durability", "step", "resumed_step", "expected"),
-    [("step", 2, None, True), ("step", 1, None, False), ("step", 1, 1, True), ("none", 9, None, False)],
+    [
+        ("step", 2, None, RESUME),
+        ("step", 1, None, START_AGAIN),
+        ("step", 1, 1, RESUME),
+        ("snapshot", 9, None, RESUME_OR_START_AGAIN),
+        ("snapshot", 1, 1, RESUME),
+        ("none", 9, None, START_AGAIN),
+    ],
 )
-def test_a_step_is_recorded_before_the_next_begins(durability: str, step: int, resumed_step: int | None, expected: bool) -> None:
-    assert is_recorded(Run(settings={"engine": {"durability": durability}}, step=step, resumed_step=resumed_step)) is expected
+def test_a_run_goes_on_from_what_is_certainly_recorded(durability: str, step: int, resumed_step: int | None, expected: str) -> None:
+    assert how_it_goes_on(Run(settings={"engine": {"durability": durability}}, step=step, resumed_step=resumed_step)) == expected
 
 
 def test_a_failure_carries_the_trainers_own_error() -> None:
@@ -85,7 +92,7 @@ def test_a_signal_is_named_and_the_run_gets_three_attempts(status: int) -> None:
         assert name in found.reason
         assert f"attempt {lost} of {MAX_LOST_ATTEMPTS}" in found.reason
         assert found.reason.endswith(START_AGAIN)
-        assert verdict(None, status, lost=lost, recorded=True).reason.endswith(RESUME)
+        assert verdict(None, status, lost=lost, goes_on=RESUME).reason.endswith(RESUME)
     last = verdict(None, status, lost=MAX_LOST_ATTEMPTS)
     assert last.trigger is Trigger.FAIL
     assert last.problem is not None

@@ -17,7 +17,17 @@ from tests.fixtures.tiny_model import make_tiny_model
 STEPS = 11  # of 4 rows, from 14: three epochs and a bit
 
 
-def make_config(folder: Path, *, dropout: float = 0.1, precision: str = "fp32", ram_state_bytes: int = 0, **training: Any) -> RunConfig:
+def make_config(
+    folder: Path,
+    *,
+    dropout: float = 0.1,
+    precision: str = "fp32",
+    states: str = "auto",
+    durability: str = "step",
+    snapshot_minutes: float = 10.0,
+    ram_state_bytes: int = 0,
+    **training: Any,
+) -> RunConfig:
     """Rows are shuffled, attention drops a tenth, batches run in micro-batches, and the learning rate moves."""
     if not (folder / "model").exists():
         make_tiny_model(folder / "model")
@@ -32,8 +42,8 @@ def make_config(folder: Path, *, dropout: float = 0.1, precision: str = "fp32", 
                 "batch_size": 4, "sequence_length": 64, "max_steps": STEPS, "learning_rate": 2e-3, "warmup_steps": 3, "weight_decay": 0.1,
                 "seed": 5, "precision": precision, "evaluation_rows": 4,
             } | training,
-            "engine": {"device": "cpu", "micro_batch_size": 3, "threads": 1, "durability": "step", "unsafe_filesystems": "allow",
-                "ram_state_bytes": ram_state_bytes,
+            "engine": {"device": "cpu", "micro_batch_size": 3, "threads": 1, "states": states, "durability": durability,
+                "snapshot_minutes": snapshot_minutes, "unsafe_filesystems": "allow", "ram_state_bytes": ram_state_bytes,
             },
             "output": {"directory": folder / "run"},
         },

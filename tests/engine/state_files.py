@@ -53,6 +53,7 @@ def opened(
     layouts: list[UnitLayout] | None = None,
     ram_bytes: int = 0,
     resume: bool = False,
+    resume_from: str | None = None,
 ) -> Iterator[StateStore]:
     """A store that is closed at the end; new states are loaded with numbers from a fixed seed and committed as step 0."""
     layouts = make_layouts() if layouts is None else layouts
@@ -65,10 +66,11 @@ def opened(
             durability=durability,
             ram_bytes=ram_bytes,
             resume=resume,
+            resume_from=resume_from,
             unsafe_filesystems=UnsafeFilesystems.ALLOW,  # the tests' folders may be anywhere
         )
         try:
-            if not resume:
+            if states.record is None:
                 for layout in layouts:
                     values = [torch.randn(place.shape, generator=_generator(layout.index)) for place in layout.parameters]
                     states.load_unit(layout, lambda index, start, stop, values=values: values[index].reshape(-1)[start:stop])

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+import lohan
 from lohan.config import Durability, UnsafeFilesystems
 from lohan.errors import EngineError, StorageError
 from lohan.memory.store import FaultPlan, Store
@@ -96,6 +97,69 @@ def test_a_skipped_step_is_committed_with_its_payload(tmp_path, monkeypatch):
 def test_a_payload_needs_a_step(tmp_path):
     model = make_llama()
     with open_session(model, adamw(model), tmp_path) as session, pytest.raises(EngineError, match="no finished step"):
+        session.commit({})
+
+
+# ---------------------------------------------------------------- snapshots
+SNAPSHOT = {"durability": Durability.SNAPSHOT, "unsafe_filesystems": UnsafeFilesystems.ALLOW}
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "serial"}, {"clip": "global"}, {"ram_state_bytes": 1 << 24}])
+def test_with_snapshots_only_the_steps_that_are_asked_for_are_recorded(options, tmp_path, monkeypatch):
+    recorder = Recorder(monkeypatch)
+    batches = make_batches(7)
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, **SNAPSHOT, **options) as session:
+        for number, batch in enumerate(batches[:5], 1):
+            model(**batch).loss.backward()
+            if number in (2, 4):
+                session.commit({"position": number})
+            if number == 4:
+                session.wait()
+                assert session.statistics.committed_steps == 4, "waiting includes the records"
+                kept = dict(session.named_weights())
+    commits = {call[1]: call[2]["position"] for call in recorder.calls if call[0] == "commit"}
+    assert commits == {2: 2, 4: 4}, "nor is the last one"
+    assert [call[1] for call in recorder.calls if call[0] == "begin_step"] == [1, 2, 3, 4, 5]
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, resume=True, **SNAPSHOT, **options) as session:
+        assert session.steps == 4
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in session.named_weights())
+        for batch in batches[4:]:
+            model(**batch).loss.backward()
+        resumed = dict(session.named_weights())
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, **options) as session:
+        for batch in batches:
+            model(**batch).loss.backward()
+        assert all(torch.equal(tensor, resumed[name]) for name, tensor in session.named_weights())
+
+
+def test_with_snapshots_a_non_finite_step_ends_the_session_and_the_error_says_from_where_to_go_on(tmp_path):
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, **SNAPSHOT) as session:
+        model(**make_batches(1)[0]).loss.backward()
+        session.commit({})
+        with pytest.raises(EngineError, match="NaN or infinite in step 2") as caught:
+            (model(**make_batches(1)[0]).loss * float("nan")).backward()
+            session.wait()
+        assert "from its last snapshot, of step 1" in caught.value.remedy
+        session.close()
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, resume=True, **SNAPSHOT) as session:
+        assert session.steps == 1
+
+
+def test_a_record_that_comes_too_late_is_refused(tmp_path):
+    """Within the next step's backwards there is no finished step that could still be recorded."""
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, **SNAPSHOT) as session:
+        model(**make_batches(1)[0]).loss.backward()
+        with lohan.accumulate():
+            model(**make_batches(1)[0]).loss.backward()
+        with pytest.raises(EngineError, match="no finished step"):
+            session.commit({})
+        model(**make_batches(1)[0]).loss.backward()
         session.commit({})
 
 

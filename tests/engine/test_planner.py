@@ -15,7 +15,7 @@ from lohan.planning.plan import Plan, Tier
 from lohan.planning.planner import default_precision, make_plan
 from lohan.planning.slots import SlotSizes, size_slots
 from lohan.planning.workload import UnitKind, UnitWorkload, Workload
-from lohan.units import GIB
+from lohan.units import GIB, format_bytes
 
 
 def llama(*, hidden: int = 4096, blocks: int = 32, tied: bool = False) -> Workload:
@@ -206,9 +206,28 @@ def test_file_systems_that_are_no_place_for_states_are_refused_before_the_start(
     assert plan_of(hardware=hardware, engine=EngineSection(durability=durability, unsafe_filesystems="allow"))
 
 
-def test_snapshots_are_said_not_to_be_offered():
-    with pytest.raises(ValueError, match="not offered yet; use step"):
-        EngineSection(durability="snapshot")
+def test_snapshots_take_two_slots_and_write_states_in_ram_only_when_they_are_made():
+    workload = llama()
+    half = 6 * workload.parameters
+    step = plan_of(workload, engine=EngineSection(ram_state_bytes=half, durability="step"))
+    snapshot = plan_of(workload, engine=EngineSection(ram_state_bytes=half, durability="snapshot", snapshot_minutes=5))
+    none = plan_of(workload, engine=EngineSection(ram_state_bytes=half, durability="none"))
+    assert snapshot.durability == "snapshot"
+    assert items(snapshot, Tier.SSD) == items(step, Tier.SSD)
+    assert items(snapshot, Tier.RAM) == items(step, Tier.RAM)
+    assert snapshot.ssd_bytes_written_per_step == none.ssd_bytes_written_per_step == half
+    assert snapshot.ssd_bytes_per_step == none.ssd_bytes_per_step
+    note = next(note for note in snapshot.notes if "snapshot" in note)
+    assert "every 5 minutes" in note and format_bytes(half) in note and "loses" in note
+    with pytest.raises(ValueError, match="snapshot_minutes"):
+        EngineSection(durability="snapshot", snapshot_minutes=0)
+
+
+def test_named_snapshots_are_a_note_and_no_item():
+    workload = llama()
+    plan = plan_of(workload, engine=EngineSection(durability="step"), keep_steps=(100, 200))
+    assert any(note.startswith(f"2 named snapshots take {format_bytes(12 * workload.parameters)} each") for note in plan.notes)
+    assert items(plan, Tier.SSD) == items(plan_of(workload, engine=EngineSection(durability="step")), Tier.SSD)
 
 
 def test_tied_embedding_keeps_its_gradients_open():

@@ -50,6 +50,7 @@ SETTING_NAMES = {
     "device": "Device",
     "micro_batch_size": "Micro-batch",
     "durability": "Durability",
+    "snapshot_minutes": "Minutes between snapshots",
     "gpu_memory_bytes": "GPU memory at most",
     "host_memory_bytes": "RAM at most",
 }
@@ -187,6 +188,6 @@ def describe_settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
 def _setting(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return f"{value / GIB:g} GiB"
-    if name in ("learning_rate", "weight_decay", "epochs", "max_gradient_norm"):
+    if name in ("learning_rate", "weight_decay", "epochs", "max_gradient_norm", "snapshot_minutes"):
         return format_rate(value)
     return format_integer(value) if isinstance(value, int) else str(value)

@@ -26,13 +26,13 @@ TRAINING_FIELDS = (
     "evaluation_rows",
     "seed",
 )
-ENGINE_FIELDS = ("device", "micro_batch_size", "durability")
+ENGINE_FIELDS = ("device", "micro_batch_size", "durability", "snapshot_minutes")
 # Form field -> field of the engine's section. People think in GiB, the engine in bytes.
 GIB_FIELDS = {"gpu_memory_gib": "gpu_memory_bytes", "host_memory_gib": "host_memory_bytes"}
 MORE_FIELDS = frozenset(
     {
         *("schedule", "warmup_steps", "weight_decay", "clip", "max_gradient_norm", "evaluation_rows", "seed"),
-        *("micro_batch_size", "device", "durability", *GIB_FIELDS),
+        *("micro_batch_size", "device", "durability", "snapshot_minutes", *GIB_FIELDS),
     }
 )
 """Fields that lie under "More settings"."""
@@ -62,6 +62,7 @@ def default_values(precision: Precision = Precision.BF16) -> dict[str, Any]:
         "device": engine.device,
         "micro_batch_size": "",
         "durability": str(engine.durability),
+        "snapshot_minutes": format_rate(engine.snapshot_minutes),
         "gpu_memory_gib": "",
         "host_memory_gib": "",
     }

@@ -29,6 +29,13 @@ class TrainingRequest(TrainingSection):
 
     _numbers = field_validator("*", mode="before")(_no_boolean)
 
+    @field_validator("keep_steps")
+    @classmethod
+    def _nothing_beside_the_reservation(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if value:
+            raise ValueError("is for runs from the command line: named snapshots take space that no run here has reserved")
+        return value
+
 
 class EngineRequest(EngineSection):
     """`lohan.config.EngineSection`, without what only the administrator sets."""

@@ -122,7 +122,7 @@ def state_drive(directory: StateDirectoryFacts) -> Finding:
         return Finding(subject, Status.MISSING, f"{directory.path}: {space}", "Free space there: states take 12 bytes per parameter.")
     unfit = [durability for durability in Durability if unfitness(directory.filesystem, durability)]
     if unfit:
-        which = "states" if len(unfit) == len(Durability) else "states with durability step"
+        which = "states" if len(unfit) == len(Durability) else "states that can be resumed"
         reason = unfitness(directory.filesystem, unfit[0])
         return Finding(subject, Status.NOTE, f"{directory.path}: {space}; {which} are refused there: it {reason}", "Use ext4 or XFS.")
     refusal = direct_refusal(Path(directory.path))

@@ -36,7 +36,7 @@ from lohan_app.worker.launcher import TRAINER_COMMAND, RunFiles, TrainerNote
 from lohan_app.worker.processes import FileLock, is_held, kill_session_with, oom_kill_count
 from lohan_app.worker.run_files import free_states, weights_of, write_run_files
 from lohan_app.worker.trainer import Trainer, TrainerEnd
-from lohan_app.worker.verdict import is_recorded, judge
+from lohan_app.worker.verdict import how_it_goes_on, judge
 from lohan_app.worker.wake import wake
 
 logger = logging.getLogger("lohan_app.supervisor")
@@ -238,7 +238,7 @@ class Supervisor:
             last_word.fields if last_word else None,
             end,
             lost_attempts=lost,
-            is_recorded=is_recorded(run),
+            goes_on=how_it_goes_on(run),
             log_tail=_tail(self._files.trainer_log),
             log_path=str(self._files.trainer_log),
         )

@@ -19,6 +19,7 @@ MAX_LOST_ATTEMPTS = 3
 """So often may a trainer vanish without a word at the same place; what the host's own stops end does not count."""
 START_AGAIN = "The run starts again from the base model."
 RESUME = "The run resumes from its last recorded step."
+RESUME_OR_START_AGAIN = "The run resumes from its last snapshot, or starts again from the base model where it has none yet."
 # What a user can do about the commonest signals; for the others the log is all there is.
 _REMEDIES = {
     signal.SIGKILL: "Somebody or something killed it: see the kernel's log (dmesg).",
@@ -39,22 +40,30 @@ class Verdict:
     """For `Run.problem`."""
 
 
-def is_recorded(run: Run) -> bool:
-    """Whether some step of the run is certainly on its drives: no step begins before the one before it is."""
-    engine = EngineSection.model_validate(run.settings.get("engine", {}))
-    return engine.durability is Durability.STEP and (run.step > 1 or bool(run.resumed_step))
+def how_it_goes_on(run: Run) -> str:
+    """Where the run's next attempt begins, as a sentence.
+
+    With durability `step` no step begins before the one before it is on the drives; when snapshots were made is the trainer's knowledge.
+    """
+    durability = EngineSection.model_validate(run.settings.get("engine", {})).durability
+    if durability is Durability.NONE:
+        return START_AGAIN
+    if run.resumed_step:
+        return RESUME
+    if durability is Durability.SNAPSHOT:
+        return RESUME_OR_START_AGAIN
+    return RESUME if run.step > 1 else START_AGAIN
 
 
 def judge(
-    exit_fields: Mapping[str, Any] | None, end: TrainerEnd, *, lost_attempts: int, is_recorded: bool, log_tail: str, log_path: str
+    exit_fields: Mapping[str, Any] | None, end: TrainerEnd, *, lost_attempts: int, goes_on: str, log_tail: str, log_path: str
 ) -> Verdict:
     """Judge an end.
 
     `exit_fields` are those of the attempt's `exit` event, None where there is none; `lost_attempts` counts the attempts, this one
-    included, whose trainer was not stopped by its host; with `is_recorded` the next attempt goes on from a step. The event wins over
-    the status: a process may still fall over its own teardown.
+    included, whose trainer was not stopped by its host; `goes_on` says where the next attempt begins. The event wins over the status: a
+    process may still fall over its own teardown.
     """
-    goes_on = RESUME if is_recorded else START_AGAIN
     reason = exit_fields.get("reason") if exit_fields is not None else _reason_of(end.status)
     if reason == ExitReason.SUCCEEDED:
         return Verdict(Trigger.SUCCEED)

@@ -25,6 +25,10 @@ TraceSteps = Annotated[int, typer.Option(min=1, help="How many steps --trace rec
 Attempt = Annotated[
     int | None, typer.Option(min=1, help="Which start of this run it is, for its events; by default one more than the last that wrote any.")
 ]
+ResumeFrom = Annotated[
+    str | None,
+    typer.Option("--resume-from", metavar="NAME", help="Go on from this named snapshot; the run's own states are overwritten, it stays."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
 
@@ -47,7 +51,9 @@ _CODE_OF = {
 }
 
 
-def train(run_file: RunFile, attempt: Attempt = None, trace: TraceFile = None, trace_steps: TraceSteps = 3) -> None:
+def train(
+    run_file: RunFile, attempt: Attempt = None, resume_from: ResumeFrom = None, trace: TraceFile = None, trace_steps: TraceSteps = 3
+) -> None:
     """Train a model as RUN.toml says; the result is a Hugging Face folder, <output.directory>/export.
 
     A run whose state directories hold the record of a step goes on from there.
@@ -68,7 +74,7 @@ def train(run_file: RunFile, attempt: Attempt = None, trace: TraceFile = None, t
     try:
         with make_show(config) as show:
             request = TraceRequest(trace.absolute(), trace_steps, show.busy) if trace is not None else None
-            reason = run(config, attempt=attempt, listener=show.event, trace=request)
+            reason = run(config, attempt=attempt, listener=show.event, resume_from=resume_from, trace=request)
     except RunLockedError as error:
         print_error(error)
         raise typer.Exit(ExitCode.LOCKED) from None

@@ -195,13 +195,18 @@ class Placement:
         return 1 - self.ram_bytes / self.total_bytes
 
     @property
+    def stored_share(self) -> float:
+        """The part of all states that has a place on the drives: all of it where steps are committed."""
+        return self.read_share if self.durability is Durability.NONE else 1.0
+
+    @property
     def written_share(self) -> float:
-        """The part of all states that lies on the drives and is written to them: all of it where steps are committed."""
+        """The part of all states that every step writes to the drives."""
         return 1.0 if self.durability is Durability.STEP else self.read_share
 
     @property
     def slots(self) -> int:
-        return 2 if self.durability is Durability.STEP else 1
+        return 1 if self.durability is Durability.NONE else 2
 
 
 def place_states(sizes: Sizes, precision: Precision, engine: EngineSection) -> Placement:
@@ -223,7 +228,7 @@ def state_items(sizes: Sizes, placement: Placement) -> tuple[PlanItem, ...]:
         parts = [("master weights", 4 * sizes.parameters, f"{parameters} parameters x 4 B")]
     each = f"(1 B + 4 B / {SCALE_BLOCK})" if form.has_8bit_moments else "4 B"
     parts.append(("moments", form.moments_bytes(sizes.parameters), f"{parameters} parameters x 2 moments x {each}"))
-    share = placement.written_share
+    share = placement.stored_share
     factors = (" x 2 slots" if placement.slots == 2 else "") + (f" x {share:.1%} outside RAM" if share < 1 else "")
     items = [PlanItem(name=name, bytes=round(size * placement.slots * share), formula=formula + factors) for name, size, formula in parts]
     exported = f"{parameters} parameters x {sizes.itemsize} B"
@@ -235,6 +240,8 @@ def ram_state_items(placement: Placement) -> tuple[PlanItem, ...]:
     if not placement.ram_bytes:
         return ()
     what = "copies of states that are on the drives too" if placement.durability is Durability.STEP else "states of the first units"
+    if placement.durability is Durability.SNAPSHOT:
+        what += ", written to the drives at every snapshot"
     return (PlanItem(name="model states", bytes=placement.ram_bytes, formula=f"engine.ram_state_bytes, or all there are: {what}"),)
 
 
@@ -245,7 +252,7 @@ def ssd_bytes_read(sizes: Sizes, placement: Placement, kept_units: int) -> int:
 
 
 def ssd_bytes_written(placement: Placement) -> int:
-    """By one step: all states, once."""
+    """By one step: all states, once; with durability `snapshot` only those on the drives."""
     return round(placement.written_share * placement.total_bytes)
 
 

@@ -70,7 +70,7 @@ class Plan(BaseModel):
     schedule: str = "optimized"
     """When updates run: `serial`, `naive` or `optimized`, see `lohan.config.UpdateSchedule`; plans of older versions say `on-arrival`."""
     durability: str = "none"
-    """What a run can be resumed from; `step`: every step; `none`: it starts again from the base model."""
+    """What a run can be resumed from; `step`: every step; `snapshot`: one every few minutes; `none`: the base model alone."""
     tiers: tuple[TierPlan, ...]
     ssd_bytes_per_step: int
     """Bytes read from and written to the state directories by one step, together."""

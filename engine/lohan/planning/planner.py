@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 
-from lohan.config import Clip, EngineSection, Precision, TrainingSection, UnsafeFilesystems
+from lohan.config import Clip, Durability, EngineSection, Precision, TrainingSection, UnsafeFilesystems
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import GpuFacts, HardwareFacts
 from lohan.planning.filesystems import REMEDY as FILESYSTEM_REMEDY
@@ -85,6 +85,7 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         _micro_batch_note(engine, training, micro_batch),
         *_kept_notes(sizes, kept_units),
         *_state_notes(placement),
+        *_resume_notes(placement, training, engine),
         *_update_notes(training),
     ]
     if training.precision is Precision.BF16 and default_precision(engine, hardware) is Precision.FP32:
@@ -268,6 +269,23 @@ def _state_notes(placement: Placement) -> list[str]:
         notes.append("The device computes with the bf16 halves of the master weights; the remainders keep all 32 bits of them.")
     if form.has_8bit_moments:
         notes.append("Moments are kept in 8 bits: the updates are close to AdamW's, not equal.")
+    return notes
+
+
+def _resume_notes(placement: Placement, training: TrainingSection, engine: EngineSection) -> list[str]:
+    """What snapshots cost and keep, and the space that named ones take besides."""
+    notes = []
+    if engine.durability is Durability.SNAPSHOT:
+        of_ram = f", which writes another {format_bytes(placement.ram_bytes)} of states in RAM" if placement.ram_bytes else ""
+        notes.append(
+            f"A snapshot is made every {engine.snapshot_minutes:g} minutes and when the run stops{of_ram}:"
+            " a run that is killed loses what it did since the last one."
+        )
+    if training.keep_steps:
+        notes.append(
+            f"{len(training.keep_steps)} named snapshots take {format_bytes(placement.total_bytes)} each, which is not counted here;"
+            " there must be room when one is made, else the run goes on without it."
+        )
     return notes
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from lohan.config import Durability, UnsafeFilesystems
-from lohan.errors import CapacityError, ConfigError, StorageError
+from lohan.errors import CapacityError, ConfigError, ResumeError, StorageError
 from lohan.hardware.probe import filesystem_type
 from lohan.planning.filesystems import REMEDY, refusal
 from lohan.states.streams import Stream
@@ -26,7 +26,7 @@ def locked(folder: Path) -> Iterator[IO[bytes]]:
         StorageError: it cannot be made, or is in use by another run.
     """
     try:
-        _make(folder)
+        make_folder(folder)
         lock = (folder / "lock").open("ab")
     except OSError as error:
         remedy = "Name a folder on a local drive that this user may write to."
@@ -41,8 +41,8 @@ def locked(folder: Path) -> Iterator[IO[bytes]]:
         yield lock
 
 
-def _make(folder: Path) -> None:
-    """Make `folder` with its parents, so that a power failure does not take its entry back."""
+def make_folder(folder: Path) -> None:
+    """Make `folder` with its parents, so that a power failure does not take its entry back; raises OSError."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -71,6 +71,21 @@ def check_filesystems(folders: Sequence[Path], durability: Durability, unsafe: U
         reason = refusal(filesystem_type(folder), durability)
         if reason is not None:
             raise ConfigError(f"the state directory {reason}", place=str(folder), remedy=REMEDY)
+
+
+def check_size(path: Path, size_bytes: int) -> None:
+    """See that a state file that is to be resumed is there and whole.
+
+    Raises:
+        ResumeError: it is missing, or of another size.
+    """
+    found = path.stat().st_size if path.is_file() else None
+    if found != size_bytes:
+        raise ResumeError(
+            "the state file is missing" if found is None else f"the state file has {found} bytes instead of {size_bytes}",
+            place=str(path),
+            remedy="Put the run's own file back, or start the run from the beginning.",
+        )
 
 
 def check_space(folders: Sequence[Path], sizes: Mapping[tuple[int, Stream], int]) -> None:

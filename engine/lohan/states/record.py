@@ -169,13 +169,25 @@ class RecordFile:
                 )
 
 
+def directory_number(folder: Path) -> int | None:
+    """Which of its states' directories `folder` is, counted from 0; None where it does not say."""
+    try:
+        return int(json.loads((folder / IDENTITY_FILE).read_text(encoding="utf-8"))["directory"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def read_record(directories: Sequence[Path]) -> StepRecord | None:
     """The step record in these state directories; None where there is none. Whether the states can be used shows when they are opened.
 
     Raises:
         ResumeError: it is damaged, or of another version.
     """
-    path = directories[0] / FOLDER / RECORD_FILE
+    return read_record_file(directories[0] / FOLDER / RECORD_FILE)
+
+
+def read_record_file(path: Path) -> StepRecord | None:
+    """As `read_record`, of a record that lies anywhere."""
     content = _read_content(path)
     try:
         return None if content is None else StepRecord(content["step"], content["payload"], content["epoch"])

@@ -10,7 +10,7 @@ import torch
 from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Transfer
 from lohan.states.slots import Part
-from lohan.states.streams import BLOCK_BYTES, streams_of, weights_stream
+from lohan.states.streams import stored_bytes, streams_of, weights_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ class ResidentChunks:
         for layout in layouts:
             for chunk in layout.chunks:
                 streams = streams_of(chunk, form)
-                sizes = [-(-stream.size_bytes(chunk.length) // BLOCK_BYTES) * BLOCK_BYTES for stream in streams]
+                sizes = [stored_bytes(stream, chunk.length) for stream in streams]
                 if sum(sizes) > left:
                     return
                 left -= sum(sizes)

@@ -1,7 +1,8 @@
-"""Which of a chunk's two slots holds what: the bookkeeping of `durability = step`. No files, no bytes.
+"""Which of a chunk's two slots holds what: the bookkeeping of durability `step` and `snapshot`. No files, no bytes.
 
-A step writes to the slot that the last committed step does not use, so that a crash at any instant leaves that step whole. The unit of
-it is one stream of one chunk (*part*), since these are written one by one.
+A step writes to the slot that the last committed step does not use, so that a crash at any instant leaves that step whole; steps that
+follow it without being committed write to the same slot. The unit of it is one stream of one chunk (*part*), since these are written
+one by one.
 """
 
 from __future__ import annotations

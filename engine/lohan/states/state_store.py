@@ -5,6 +5,9 @@ drives. The table from (unit, chunk, stream) to a place is computed from the lay
 
 With `durability = step` a chunk has two slots in its file, and a step becomes the one to resume from in this order: data files synced,
 step record written and synced beside the old one, renamed over it, directory synced. RAM then only saves reads.
+
+With `durability = snapshot` the same is done for the steps that are committed, and only for those: in between, writes go again and again
+to the slots that the last record does not name, and chunks in RAM stay there; a commit writes them to their slots first.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +27,8 @@ from lohan.config import Durability, UnsafeFilesystems
 from lohan.errors import ConfigError, EngineError, ResumeError
 from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Store, StoreFile, Transfer
-from lohan.states.preflight import check_filesystems, check_space, locked
+from lohan.states.named import NamedSnapshots
+from lohan.states.preflight import check_filesystems, check_size, check_space, locked
 from lohan.states.record import FOLDER, Fingerprint, RecordFile, StepRecord
 from lohan.states.resident import Checked, Completed, ResidentChunks
 from lohan.states.slots import Part, SlotTable
@@ -37,8 +42,9 @@ if TYPE_CHECKING:
 class StateStore:
     """The streams of all units. Reads and writes may come from any thread; a caller orders those that touch the same chunk.
 
-    New states are at step 0 and belong to `load_unit` until `commit(0, …)`; after that a step is `begin_step`, its writes, `commit`.
-    Reads see the newest writes, committed or not. With durability `none` nothing is kept and the order is not checked.
+    New states are at step 0 and belong to `load_unit` until `commit(0, …)`; after that a step is `begin_step`, its writes, `commit`. With
+    durability `snapshot` a step may begin when the one before it was not committed. Reads see the newest writes, committed or not. With
+    durability `none` nothing is kept and the order is not checked.
 
     Args:
         layouts: all units, by index.
@@ -49,6 +55,7 @@ class StateStore:
         ram_bytes: of host memory for chunks: the first units'. With durability `none` these have no place in the files.
         weights_paging: of their working copies; see `ResidentChunks`.
         resume: go on from the step record that is there; otherwise what an earlier run left is overwritten.
+        resume_from: go on from the snapshot of this name, which stays; what an earlier run left is overwritten.
         arena: where that memory comes from; None: an account of its own.
         threads: for checksums and for splitting and joining masters.
         unsafe_filesystems: whether the directories' file systems are checked.
@@ -71,12 +78,14 @@ class StateStore:
         ram_bytes: int = 0,
         weights_paging: Paging = Paging.PAGEABLE,
         resume: bool = False,
+        resume_from: str | None = None,
         arena: Arena | None = None,
         threads: int = 1,
         unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
     ) -> None:
         self.form, self.durability, self.transfers = form, durability, store
         self.record: StepRecord | None = None  # what was resumed
+        self._newest: StepRecord | None = None  # what was committed last
         self._pool = ThreadPool(threads)
         self._counter = threading.Lock()
         self.bytes_read = 0
@@ -84,13 +93,15 @@ class StateStore:
         self._files: dict[tuple[int, Stream], StoreFile] = {}
         self._lent: set[tuple[int, int]] = set()  # chunks that may have been changed in place since the last commit
         self._unsynced: set[tuple[int, Stream]] = set()
+        self._unsaved: set[Part] = set()  # resident parts whose newest bytes no file has: durability `snapshot`
         self._slots = SlotTable()
         self._zero_sums: dict[int, int] = {}
         self._changed = threading.Condition()
         self._step = -1
         self._open_step: int | None = 0
+        self._is_committing = False
         self._ended = ""
-        if resume and durability is Durability.NONE:
+        if (resume or resume_from is not None) and durability is Durability.NONE:
             raise ConfigError("there is nothing to resume with durability none", place="engine.durability", remedy="Start the run anew.")
         with contextlib.ExitStack() as stack:
             folders = [directory / FOLDER for directory in directories]
@@ -103,10 +114,17 @@ class StateStore:
             slots = 1 if durability is Durability.NONE else 2
             self._table, sizes = place_chunks(layouts, form, len(directories), slots=slots, without=in_memory_alone)
             self._record_file = RecordFile(folders, Fingerprint.of(layouts, form, len(directories)))
-            if resume:
+            self.named = NamedSnapshots(directories, layouts, form, durability, store, files=self._files, table=self._table)
+            self.named.sweep()
+            if resume_from is not None:
+                self.named.read(resume_from)  # before anything is overwritten
+                self._begin(folders, sizes, store, stack)
+                self._restore(resume_from)
+            elif resume:
                 self._reopen(folders, sizes, store, stack)
             else:
                 self._begin(folders, sizes, store, stack)
+            stack.callback(self.named.close)
             self._resources = stack.pop_all()
 
     @property
@@ -125,7 +143,7 @@ class StateStore:
         """Start writing `source` (1-D, `stream.length(chunk.length)` elements of the stream's dtype), which may be `resident` memory.
 
         Raises:
-            EngineError: durability is `step`, and no step is open.
+            EngineError: durability is not `none`, and no step is open.
         """
         assert source.numel() == stream.length(chunk.length) and source.dtype is stream.dtype
         part = (layout.index, chunk.index, stream)
@@ -141,6 +159,12 @@ class StateStore:
             if self._open_step is None or self._ended:
                 raise EngineError(f"states are written outside a step{self._ended and f': {self._ended}'}", place=layout.name)
         to_copy = memory is not None and not is_in_place
+        if memory is not None and self.durability is Durability.SNAPSHOT:
+            if to_copy:
+                memory.copy_(source)
+            with self._counter:
+                self._unsaved.add(part)
+            return Completed()
         total = copy_with_checksum(memory, source, pool=self._pool) if to_copy else checksum(source, pool=self._pool)
         return self._write_file(part, self._slots.write(part, total), source)
 
@@ -209,6 +233,8 @@ class StateStore:
     def begin_step(self, step: int) -> None:
         """Allow the writes of `step`, which come after the record of the step before is durable: this waits for it.
 
+        With durability `snapshot` the step before need not have one; what is waited for is a commit that is under way.
+
         Raises:
             EngineError: the step is committed already or another one is open, or a commit failed meanwhile.
         """
@@ -216,10 +242,20 @@ class StateStore:
             self._open_step = step
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._step >= step - 1)
-            if self._ended or self._open_step not in (None, step) or step != self._step + 1:
+            if self.durability is Durability.STEP:
+                self._changed.wait_for(lambda: self._ended or self._step >= step - 1)
+            else:
+                self._changed.wait_for(lambda: self._ended or not self._is_committing)
+            if self._ended or step not in self._steps_to_begin():
                 raise EngineError(f"step {step} cannot begin: {self._ended or f'step {self._step} is committed'}")
             self._open_step = step
+
+    def _steps_to_begin(self) -> tuple[int, ...]:
+        """The open step, which may be begun again, and the one after it where that one may begin."""
+        if self._open_step is None:
+            return (self._step + 1,)
+        may_pass = self.durability is Durability.SNAPSHOT and self._step >= 0
+        return (self._open_step, self._open_step + 1) if may_pass else (self._open_step,)
 
     def commit(self, step: int, payload: Mapping[str, Any]) -> None:
         """Make `step` the one that is resumed from, with `payload` (JSON values). All its transfers must have ended. Blocks.
@@ -234,10 +270,11 @@ class StateStore:
         with self._changed:
             if self._ended or self._open_step != step:
                 raise EngineError(f"step {step} cannot be committed: {self._ended or f'the step begun is {self._open_step}'}")
+            self._is_committing = True
         try:
-            for key in sorted(self._unsynced):
-                self._files[key].sync()
-            self._record_file.write(step, self._slots.newest(), payload)
+            self._save_memory()
+            _sync_all([self._files[key] for key in sorted(self._unsynced)])
+            self._newest = self._record_file.write(step, self._slots.newest(), payload)
         except BaseException as error:
             # After a failed sync nobody knows what is on the drive: the slots of either step may be the ones a reader will find.
             self._end(f"the commit of step {step} failed ({error})")
@@ -246,21 +283,26 @@ class StateStore:
         self._unsynced.clear()
         self._lent.clear()
         with self._changed:
-            self._step, self._open_step = step, None
+            self._step, self._open_step, self._is_committing = step, None, False
             self._changed.notify_all()
 
     def rollback(self) -> None:
         """Forget all writes since the last commit. A step that is open stays open. None of its transfers may be under way.
 
         Raises:
-            EngineError: durability is `none`, or a commit failed.
+            EngineError: durability is not `step`, or a commit failed.
             StorageError, ResumeError: what lies in memory cannot be read back.
         """
-        if self.durability is Durability.NONE or self._ended or self._step < 0:
+        if self.durability is not Durability.STEP or self._ended or self._step < 0:
             raise EngineError(f"there is no step to go back to{self._ended and f': {self._ended}'}", remedy="Start the run anew.")
         written = set(self._slots.rollback())
         self._fill_memory([part for part in self._resident.parts if part in written or part[:2] in self._lent])
         self._lent.clear()
+
+    def keep(self, name: str) -> None:
+        """Keep the step that was committed last under `name`: see `NamedSnapshots`. Before the next step's first write."""
+        assert self._newest is not None, "a step was committed"
+        self.named.begin(name, self._newest, self._slots.newest())
 
     def close(self) -> None:
         """Close the files, give memory back and the directories free; the files stay."""
@@ -286,19 +328,36 @@ class StateStore:
         self.record, parts = self._record_file.read()
         for (directory, stream), size_bytes in sizes.items():
             path = folders[directory] / f"{stream}.bin"
-            found = path.stat().st_size if path.is_file() else None
-            if found != size_bytes:
-                raise ResumeError(
-                    "the state file is missing" if found is None else f"the state file has {found} bytes instead of {size_bytes}",
-                    place=str(path),
-                    remedy="Put the run's own file back, or start the run from the beginning.",
-                )
+            check_size(path, size_bytes)
             file = store.open(path)
             stack.callback(file.close)
             self._files[directory, stream] = file
+        self._go_on(self.record, parts)
+
+    def _restore(self, name: str) -> None:
+        """Give the new files the states of the snapshot `name`, and make them the ones to resume from."""
+        record, sums = self.named.read(name)
+        self.named.restore(name)
+        _sync_all(list(self._files.values()))
+        parts = {part: (0, total) for part, total in sums.items()}
+        self.record = self._record_file.write(record.step, parts, record.payload)
+        self._go_on(self.record, parts)
+
+    def _go_on(self, record: StepRecord, parts: Mapping[Part, tuple[int, int]]) -> None:
         self._slots.restore(parts)
-        self._step, self._open_step = self.record.step, None
+        self._newest, self._step, self._open_step = record, record.step, None
         self._fill_memory(list(self._resident.parts))
+
+    def _save_memory(self) -> None:
+        """Write to the files what only memory has."""
+        transfers = []
+        for part in sorted(self._unsaved):
+            memory = self._resident.parts[part]
+            total = checksum(memory, pool=self._pool)  # while the parts before are being written
+            transfers.append(self._write_file(part, self._slots.write(part, total), memory))
+        for transfer in transfers:
+            transfer.wait()
+        self._unsaved.clear()
 
     def _fill_memory(self, parts: Sequence[Part]) -> None:
         """Read resident parts from the files."""
@@ -314,7 +373,7 @@ class StateStore:
         memory = self._resident.get(part)
         if memory is not None:
             memory.zero_()
-        if self.durability is Durability.STEP:
+        if self.durability is not Durability.NONE:
             self._slots.write(part, self._checksum_of_zeros(size_bytes))
             self._unsynced.add((self._table[part].directory, part[2]))
 
@@ -332,6 +391,7 @@ class StateStore:
         return {Stream.WEIGHTS: weights, Stream.REMAINDER: remainder}
 
     def _write_file(self, part: Part, slot: int, source: torch.Tensor) -> Transfer:
+        self.named.wait_for(part, slot)
         place = self._table[part]
         with self._counter:
             self.bytes_written += source.nbytes
@@ -378,3 +438,16 @@ class StateStore:
         with self._changed:
             self._ended = self._ended or why
             self._changed.notify_all()
+
+
+def _sync_all(files: Sequence[StoreFile]) -> None:
+    """Make all of them durable, at the same time: they lie on different drives, and one drive's flushes share their work.
+
+    Raises:
+        StorageError: one could not be; the others have been tried.
+    """
+    if files:
+        with ThreadPoolExecutor(len(files), thread_name_prefix="lohan-sync") as threads:
+            synced = [threads.submit(file.sync) for file in files]
+        for future in synced:
+            future.result()

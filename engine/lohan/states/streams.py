@@ -90,6 +90,11 @@ def streams_of(chunk: Chunk, form: StateForm) -> tuple[Stream, ...]:
     return trainable_streams(form) if chunk.trainable else (weights_stream(form),)
 
 
+def stored_bytes(stream: Stream, elements: int) -> int:
+    """What a slot of `elements` elements takes of the stream's file: whole blocks."""
+    return -(-stream.size_bytes(elements) // BLOCK_BYTES) * BLOCK_BYTES
+
+
 def place_chunks(
     layouts: Sequence[UnitLayout], form: StateForm, directories: int, *, slots: int = 1, without: Container[tuple[int, int]] = ()
 ) -> tuple[dict[tuple[int, int, Stream], Place], dict[tuple[int, Stream], int]]:
@@ -110,7 +115,7 @@ def place_chunks(
             turn += 1
             for stream in streams_of(chunk, form):
                 start = sizes.get((directory, stream), 0)
-                step = -(-stream.size_bytes(chunk.length) // BLOCK_BYTES) * BLOCK_BYTES
+                step = stored_bytes(stream, chunk.length)
                 offsets = tuple(start + slot * step for slot in range(slots if chunk.trainable else 1))
                 table[layout.index, chunk.index, stream] = Place(directory, offsets)
                 sizes[directory, stream] = start + len(offsets) * step

@@ -19,6 +19,7 @@ from lohan.models.blocks import find_units
 from lohan.planning.operations import expected_order
 from lohan.planning.plan import Tier
 from lohan.planning.slots import WORKING_SLOTS, size_slots
+from lohan.planning.state_form import StateForm
 from lohan.planning.step_trace import Wait
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming import installation
@@ -28,7 +29,7 @@ from lohan.streaming.device import resolve_device
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.parameters import DebugMode
 from lohan.streaming.regions import RegionRunner, UnitRuntime
-from lohan.streaming.stages import Stages, working_dtype
+from lohan.streaming.stages import Stages, StateOptions, working_dtype
 from lohan.streaming.steps import StepDriver
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Session:
         self._finalizer = weakref.finalize(self, stages.close)
 
     def wait(self) -> None:
-        """Block until every update is done.
+        """Block until every update is done and every record that was asked for is written.
 
         Raises:
             EngineError: a background stage failed; its error is the cause.
@@ -106,15 +107,46 @@ class Session:
     def commit(self, payload: Mapping[str, Any]) -> None:
         """Have the step just finished recorded with `payload` (JSON-ready), which a resumed session finds again. Does not wait.
 
-        A step whose payload has not come when the next one's first gradients do is recorded without.
+        With durability `step`, a step whose payload has not come when the next one's first gradients do is recorded without; with
+        `snapshot` no step is recorded but those this is called for.
 
         Raises:
-            EngineError: there was no step yet, a background stage failed, or the session is closed.
+            EngineError: there was no step yet, the next one has begun, a background stage failed, or the session is closed.
+            NamedSnapshotError: as `wait_kept`; the step is recorded nevertheless.
         """
         self._driver.check()
-        if not self._driver.steps:
+        if not self._driver.is_between_steps:
             raise EngineError("there is no finished step to record", remedy="Call commit after the step's last backward.")
         self._stages.worker.commit(self._driver.steps, payload)
+        self._stages.states.named.check()
+
+    def keep(self, name: str) -> None:
+        """Keep the states of the step just finished, for which `commit` was called, under `name`. Does not wait.
+
+        Its states are cloned where the file systems can do that, else copied while training goes on, into `named/<name>` in each state
+        directory; `lohan.init(…, resume_from=name)` begins there again. One is kept at a time: the next one's step waits.
+
+        Raises:
+            ConfigError: the name has other characters than letters, digits and `.-_`, or durability is `none`.
+            NamedSnapshotError: there is one of that name already.
+            CapacityError: there is too little space.
+            EngineError: the step is not recorded, a background stage failed, or the session is closed.
+        """
+        self._driver.check()
+        self._stages.states.named.check_room(name)
+        if not self._driver.is_between_steps or not self._stages.pending.has_record(self._driver.steps):
+            raise EngineError("the step just finished is not recorded, and cannot be kept", remedy="Call commit before keep.")
+        self._stages.worker.keep(name)
+
+    def wait_kept(self) -> None:
+        """Block until every named snapshot is whole.
+
+        Raises:
+            NamedSnapshotError: one could not be made, of which nothing is left; training is not affected.
+            EngineError: a background stage failed.
+        """
+        self._stages.pending.wait_all()
+        self._stages.states.named.finish()
 
     @property
     def operations(self) -> Sequence[Operation]:
@@ -229,6 +261,7 @@ def init(
     ram_state_bytes: int = 0,
     unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
     resume: bool = False,
+    resume_from: str | None = None,
     weights: WeightSource | None = None,
     plan: Plan | None = None,
     slots: int | None = None,
@@ -249,7 +282,7 @@ def init(
             learning-rate schedulers work; its `step()` does nothing but raise pending errors.
         batch_size: rows of a batch at most.
         seq_length: tokens of a row at most.
-        state_directories: one folder per drive for the model states; overwritten unless `resume`.
+        state_directories: one folder per drive for the model states; overwritten unless `resume`. Named snapshots in them stay.
         micro_batch_size: rows that run through a block at once; None takes the plan's, else all rows.
         device: auto, cpu, cuda, cuda:N or a GPU's UUID.
         precision: bf16 computes in bf16 with fp32 master weights; fp32 computes in fp32.
@@ -257,10 +290,12 @@ def init(
         schedule: when updates run: serial, naive or optimized; the results are the same. serial keeps all gradients in host memory.
         clip: none, per_unit, or global, which is torch.nn.utils.clip_grad_norm_ and keeps all gradients in host memory.
         max_gradient_norm: what clipping scales larger norms down to.
-        durability: whether every step can be resumed, for twice the space, or none can.
+        durability: whether every step can be resumed, the steps that `Session.commit` is called for, or none. All but none take twice the
+            space.
         ram_state_bytes: host memory for model states; the rest lies in the state directories.
         unsafe_filesystems: whether the directories may lie on file systems that are no place for states.
         resume: go on from the step record in the state directories; `weights` are then not needed.
+        resume_from: go on from the named snapshot (`Session.keep`) in the state directories instead; it stays as it is.
         weights: where the weights come from; None takes those in the model.
         plan: gives micro-batch, slots and kept units where they are None, and bounds the host memory for slots, gradients and states.
         slots: parameter buffers on the device that units pass through, at least 2; None takes the plan's, else 3.
@@ -285,7 +320,7 @@ def init(
     torch_device = resolve_device(device)
     units = find_units(model)
     installation.check_model(model, units)
-    if not resume:
+    if not resume and resume_from is None:
         installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
     layouts = [unit.layout for unit in runtimes]
@@ -297,11 +332,7 @@ def init(
         [Path(directory) for directory in state_directories],
         device=torch_device,
         precision=precision,
-        states=states,
-        durability=durability,
-        ram_state_bytes=ram_state_bytes,
-        unsafe_filesystems=unsafe_filesystems,
-        resume=resume,
+        states=StateOptions(StateForm.of(precision, states), durability, ram_state_bytes, unsafe_filesystems, resume, resume_from),
         slots=size_slots([layout.elements for layout in layouts], order.backward, working=slots, kept=kept_units),
         threads=threads,
         debug=debug,

@@ -22,7 +22,7 @@ from lohan.planning.schedule import Begin
 from lohan.streaming.accumulation import GradientSums
 from lohan.streaming.chunk_pipeline import ChunkPipeline, UnitUpdate
 from lohan.streaming.clipping import StepStatistics, UnitNorm, UpdateRules, measure, summarise
-from lohan.streaming.commits import PAYLOAD_KEY, Payload, StepCommits, StepEnd
+from lohan.streaming.commits import PAYLOAD_KEY, Keep, Payload, StepCommits, StepEnd
 from lohan.streaming.gradients import HostGradient
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.pending import Failure, PendingUpdates
@@ -77,9 +77,9 @@ class OptimizerWorker:
             on_written=self._unit_written,
             trace=trace,
         )
-        self._messages: queue.SimpleQueue[UnitUpdate | StepEnd | Payload | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[UnitUpdate | StepEnd | Payload | Keep | None] = queue.SimpleQueue()
         self._closing = False
-        self._commits = StepCommits(store, self._export, trace)
+        self._commits = StepCommits(store, self._export, trace, on_committed=pending.recorded, on_keeping=pending.keeping)
         self._norms: dict[int, UnitNorm] = {}
         self._deferred: list[UnitUpdate] = []
         self._withheld: list[int] = []
@@ -103,7 +103,13 @@ class OptimizerWorker:
 
     def commit(self, step: int, payload: Mapping[str, Any]) -> None:
         """Have the step's record written, with `payload` in it, once all its chunks are. Does not wait."""
+        self._pending.record(step)
         self._messages.put(Payload(step, MappingProxyType(dict(payload))))
+
+    def keep(self, name: str) -> None:
+        """Keep the step whose record was asked for last under `name`, once it is written. Does not wait."""
+        self._pending.keep()
+        self._messages.put(Keep(name))
 
     @property
     def committed_step(self) -> int:
@@ -119,6 +125,7 @@ class OptimizerWorker:
         kept = payload[PAYLOAD_KEY]
         self._counts.restore(kept["step_counts"])
         self.clipped_steps, self.skipped_steps = int(kept["clipped_steps"]), int(kept["skipped_steps"])
+        self._pending.recorded(step)
         self._commits.resume(step, with_payload=payload.keys() != {PAYLOAD_KEY})
 
     def close(self) -> None:
@@ -195,8 +202,8 @@ class OptimizerWorker:
                 f"{norm.non_finite} gradients of {layout.name} are NaN or infinite in step {update.step}; its weights were not updated,"
                 " those of units before it were",
                 place=layout.name,
-                remedy="Start again with a lower learning rate, and check the data for rows without trained tokens. With"
-                ' training.clip = "global" or engine.durability = "step" such a step is skipped whole.',
+                remedy=f"{self._commits.way_on}Start again with a lower learning rate, and check the data for rows without trained tokens."
+                ' With training.clip = "global" or engine.durability = "step" such a step is skipped whole.',
             )
         else:
             self._update(update, self._rules.scale(norm.squared))

@@ -49,11 +49,14 @@ class Failure:
 
 
 class PendingUpdates:
-    """Units whose weights on disk are about to change. A reader of a unit waits here, per unit and not per step. Thread-safe."""
+    """Units whose weights on disk are about to change, and records that are to be written. A reader of a unit waits here, per unit and not
+    per step. Thread-safe."""
 
     def __init__(self, failure: Failure) -> None:
         self._condition = threading.Condition()
         self._units: set[int] = set()
+        self._step_to_record = self._recorded_step = 0
+        self._names_to_keep = 0
         self._failure = failure
         failure.wake(self._condition)
 
@@ -82,8 +85,40 @@ class PendingUpdates:
             self._condition.wait_for(lambda: unit not in self._units or self._failure.failed)
         self._failure.check()
 
-    def wait_all(self) -> None:
-        """Block until no unit has an update under way; raises as `wait`."""
+    def record(self, step: int) -> None:
+        """The record of `step` was asked for."""
         with self._condition:
-            self._condition.wait_for(lambda: not self._units or self._failure.failed)
+            self._step_to_record = step
+
+    def recorded(self, step: int) -> None:
+        """The record of `step` is durable."""
+        with self._condition:
+            self._recorded_step = step
+            self._condition.notify_all()
+
+    def has_record(self, step: int) -> bool:
+        """Whether the record of `step` is durable, or asked for."""
+        with self._condition:
+            return step in (self._step_to_record, self._recorded_step)
+
+    def keep(self) -> None:
+        """A named snapshot was asked for."""
+        with self._condition:
+            self._names_to_keep += 1
+
+    def keeping(self) -> None:
+        """It is being made."""
+        with self._condition:
+            self._names_to_keep -= 1
+            self._condition.notify_all()
+
+    def wait_all(self) -> None:
+        """Block until no unit has an update under way, every record that was asked for is durable, and the named snapshots of it are being
+        made; raises as `wait`."""
+
+        def is_done() -> bool:
+            return not (self._units or self._names_to_keep) and self._recorded_step >= self._step_to_record
+
+        with self._condition:
+            self._condition.wait_for(lambda: is_done() or self._failure.failed)
         self._failure.check()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from lohan.config import Durability, Precision, States, UnsafeFilesystems
+from lohan.config import Durability, Precision, UnsafeFilesystems
 from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Store
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
@@ -52,6 +53,43 @@ def _shape(layouts: Sequence[UnitLayout], visits: Sequence[Visit], states: State
     return StepShape(tuple(units), tuple(visits), slots, states.form, states.durability, where)
 
 
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """What of a session's states is kept and where, and what they begin with; the fields are `StateStore`'s."""
+
+    form: StateForm
+    durability: Durability
+    ram_bytes: int
+    unsafe_filesystems: UnsafeFilesystems
+    resume: bool
+    resume_from: str | None
+
+    def open(
+        self,
+        layouts: Sequence[UnitLayout],
+        directories: Sequence[Path],
+        store: Store,
+        *,
+        arena: Arena,
+        threads: int,
+        weights_paging: Paging,
+    ) -> StateStore:
+        return StateStore(
+            layouts,
+            directories,
+            self.form,
+            store,
+            durability=self.durability,
+            ram_bytes=self.ram_bytes,
+            weights_paging=weights_paging,
+            resume=self.resume,
+            resume_from=self.resume_from,
+            arena=arena,
+            threads=threads,
+            unsafe_filesystems=self.unsafe_filesystems,
+        )
+
+
 class Stages:
     """The background stages and what they share. They know neither model nor session, so that both can be garbage-collected.
 
@@ -67,11 +105,7 @@ class Stages:
         *,
         device: torch.device,
         precision: Precision,
-        states: States,
-        durability: Durability,
-        ram_state_bytes: int,
-        unsafe_filesystems: UnsafeFilesystems,
-        resume: bool,
+        states: StateOptions,
         slots: SlotSizes,
         threads: int,
         debug: DebugMode,
@@ -92,19 +126,8 @@ class Stages:
             stack.callback(self.arena.close)
             store = Store.measured(directories)
             stack.callback(store.close)
-            self.states = StateStore(
-                layouts,
-                directories,
-                StateForm.of(precision, states),
-                store,
-                durability=durability,
-                ram_bytes=ram_state_bytes,
-                weights_paging=Paging.for_copies_with(device),
-                resume=resume,
-                arena=self.arena,
-                threads=threads,
-                unsafe_filesystems=unsafe_filesystems,
-            )
+            paging = Paging.for_copies_with(device)
+            self.states = states.open(layouts, directories, store, arena=self.arena, threads=threads, weights_paging=paging)
             stack.callback(self.states.close)
             if self.states.record is None:
                 load(self.states)
@@ -150,7 +173,7 @@ class Stages:
             rules,
             chunk_elements=max(chunk.length for layout in layouts for chunk in layout.chunks if chunk.trainable),
             threads=threads,
-            can_roll_back=self.states.durability is not Durability.NONE,
+            can_roll_back=self.states.durability is Durability.STEP,
             sequence=UpdateSequence(self.operations),
             trace=self.trace,
         )

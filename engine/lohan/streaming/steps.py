@@ -65,6 +65,11 @@ class StepDriver:
                 remedy="Mend what it raised and start the run again.",
             )
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether there was a step and the next one has not begun."""
+        return self.steps > 0 and not self._in_backward and not self._added
+
     def new_region(self, unit: int) -> Region:
         """A region of the current step."""
         for entry in self._frozen:

@@ -17,6 +17,7 @@ from lohan.streaming.executor import Session, init
 from lohan.training.checkpoint import Checkpoint
 from lohan.training.metrics import MeanLoss
 from lohan.training.plan_run import plan_run, state_directories
+from lohan.training.recording import Recording
 from lohan.training.reporter import Reporter
 from lohan.training.resume import can_resume, find_checkpoint, is_resumable
 from lohan.training.setup import ReportedWeights, make_optimizer, prepare_rows, remove_states
@@ -36,10 +37,15 @@ class Attempt:
 
     Where the state directories hold the record of a step, the run goes on from there: the model is not read again, and what was
     measured before the first step is not measured again.
+
+    Args:
+        resume_from: a named snapshot to go on from, whatever else the state directories hold.
     """
 
-    def __init__(self, config: RunConfig, reporter: Reporter, stop: StopWatch, trace: TraceRequest | None) -> None:
-        self._config, self._reporter, self._stop, self._trace = config, reporter, stop, trace
+    def __init__(
+        self, config: RunConfig, reporter: Reporter, stop: StopWatch, *, resume_from: str | None, trace: TraceRequest | None
+    ) -> None:
+        self._config, self._reporter, self._stop, self._resume_from, self._trace = config, reporter, stop, resume_from, trace
         self._directory = config.output.directory
         self._state_directories = state_directories(config)
 
@@ -52,7 +58,7 @@ class Attempt:
         model_config = load_config(self._config.model.path)
         rows = prepare_rows(self._config, model_config, self._reporter, self._stop)
         course = Course.of(rows, self._config.training, data_digest=rows.digest if is_resumable(self._config) else "")
-        checkpoint = find_checkpoint(self._config, course)
+        checkpoint = find_checkpoint(self._config, course, resume_from=self._resume_from)
         plan = self._plan(model_config, checkpoint)
         self._say_started(plan, course.total_steps, checkpoint)
         torch.manual_seed(self._config.training.seed)
@@ -61,7 +67,15 @@ class Attempt:
         with tracing, session:
             tracing.attach(session)
             self._warn_of_changes(checkpoint, session)
-            steps = Steps(session, model, optimizer, course, self._config.training, self._reporter, self._stop, checkpoint)
+            recording = Recording(
+                session,
+                self._config,
+                self._state_directories,
+                self._reporter,
+                total_steps=course.total_steps,
+                resumed_step=checkpoint.step if checkpoint is not None else 0,
+            )
+            steps = Steps(session, model, optimizer, course, self._config.training, self._reporter, self._stop, recording, checkpoint)
             before = self._evaluate(model, course, session.device, "before") if checkpoint is None else None
             steps.run(evaluation_seconds=before, on_step=tracing.step_done)
             self._evaluate(model, course, session.device, "after")
@@ -140,6 +154,7 @@ class Attempt:
                 plan=plan,
                 threads=engine.threads,
                 resume=checkpoint is not None,
+                resume_from=self._resume_from,
                 trace=tracing.trace,
             )
         return session, model, optimizer

@@ -24,7 +24,7 @@ PAYLOAD_VERSION = 1
 PAYLOAD_KEY = "training"
 """Under it a step's record holds the trainer's part; the optimizer keeps its own beside it."""
 BEGIN_AGAIN = "To begin again from the base model instead, remove the run's state directories."
-_FREE_SETTINGS = frozenset({"evaluation_rows"})  # measured beside the training, which they do not change
+_FREE_SETTINGS = frozenset({"evaluation_rows", "keep_steps"})  # beside the training, which they do not change
 
 
 class _Part(BaseModel):

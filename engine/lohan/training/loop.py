@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: RunConfig, *, attempt: int | None = None, listener: Listener | None = None, trace: TraceRequest | None = None
+    config: RunConfig,
+    *,
+    attempt: int | None = None,
+    listener: Listener | None = None,
+    resume_from: str | None = None,
+    trace: TraceRequest | None = None,
 ) -> ExitReason:
     """Run `config` to the export, from the base model or from the last recorded step; returns why it ended, as the last event does.
 
@@ -28,6 +33,7 @@ def train(
         config: with absolute paths.
         attempt: which start of this run it is; 1 is the first. None takes the one after the last that wrote an event.
         listener: is told every event besides, for a terminal.
+        resume_from: a named snapshot to go on from instead; later steps than its own are forgotten.
         trace: which steps to record, and where to.
 
     Raises:
@@ -42,7 +48,7 @@ def train(
             reporter.begin(Phase.PREPARING_DATA, "Starting.")
             from lohan.training.attempt import Attempt
 
-            work = Attempt(config, reporter, stop, trace)
+            work = Attempt(config, reporter, stop, resume_from=resume_from, trace=trace)
             work.execute()
             reason = ExitReason.SUCCEEDED
         except StopRequested:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lohan.config import Durability, RunConfig
-from lohan.errors import LohanError, ResumeError
-from lohan.states.record import read_record
+from lohan.errors import ConfigError, LohanError, ResumeError
+from lohan.states.named import read_named_record
+from lohan.states.record import StepRecord, read_record
 from lohan.training.checkpoint import BEGIN_AGAIN, PAYLOAD_KEY, Checkpoint
 from lohan.training.plan_run import state_directories
 from lohan.training.setup import remove_states
@@ -20,18 +21,22 @@ def is_resumable(config: RunConfig) -> bool:
     return config.engine.durability is not Durability.NONE
 
 
-def find_checkpoint(config: RunConfig, course: Course) -> Checkpoint | None:
+def find_checkpoint(config: RunConfig, course: Course, *, resume_from: str | None = None) -> Checkpoint | None:
     """The boundary to go on from. Where there is none, what an earlier attempt left is removed: its space is ours.
 
     States without the trainer's part are not gone on from: those of step 0, since nothing says which base model they were read from,
     and those of a trainer that fell in its first step before it could hand its part in.
 
+    Args:
+        resume_from: the named snapshot to go on from; what the run's own record says does not count then.
+
     Raises:
-        ResumeError: there is one, but of another version of the program, or of a run with other settings or data.
+        ConfigError: this is no name, or the run keeps nothing to go on from.
+        ResumeError: there is one, but of another version of the program, or of a run with other settings or data; or no such snapshot.
         StorageError: a record cannot be read.
     """
     directories = state_directories(config)
-    record = read_record(directories) if is_resumable(config) else None
+    record = _read_named(config, resume_from) if resume_from is not None else read_record(directories) if is_resumable(config) else None
     if record is None or PAYLOAD_KEY not in record.payload:
         remove_states(directories)
         return None
@@ -49,6 +54,19 @@ def find_checkpoint(config: RunConfig, course: Course) -> Checkpoint | None:
         position=course.sampler.position(checkpoint.step),
     )
     return checkpoint
+
+
+def _read_named(config: RunConfig, name: str) -> StepRecord:
+    if not is_resumable(config):
+        raise ConfigError(
+            "a run goes on from a named snapshot with durability step or snapshot, not with none",
+            place="engine.durability",
+            remedy="Use step or snapshot.",
+        )
+    record = read_named_record(state_directories(config), name)
+    if PAYLOAD_KEY not in record.payload:
+        raise ResumeError(f"the named snapshot {name} was not kept by a trainer", place=name, remedy="Use it with lohan.init.")
+    return record
 
 
 def can_resume(config: RunConfig) -> bool:

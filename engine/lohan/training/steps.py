@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from lohan.config import Durability, TrainingSection
+from lohan.config import TrainingSection
 from lohan.data.pack import Batch, BatchSampler, TokenRows
 from lohan.events import EventType, Phase
 from lohan.streaming.executor import Session
 from lohan.training.checkpoint import Checkpoint, RandomStates, SchedulerState, finite_metrics
 from lohan.training.gradients import gradient_facts, warn_of_skipped_step
 from lohan.training.metrics import Clock, learning_rate_factor
+from lohan.training.recording import Recording
 from lohan.training.reporter import Reporter
 from lohan.training.stopping import StopWatch
 
@@ -44,6 +45,7 @@ class Steps:
     """Carries out the steps of one attempt.
 
     Args:
+        recording: decides which boundaries are recorded.
         checkpoint: the boundary to go on from; None begins with the first step.
     """
 
@@ -56,6 +58,7 @@ class Steps:
         training: TrainingSection,
         reporter: Reporter,
         stop: StopWatch,
+        recording: Recording,
         checkpoint: Checkpoint | None,
     ) -> None:
         self._session, self._model, self._optimizer = session, model, optimizer
@@ -63,6 +66,8 @@ class Steps:
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(training, step, course.total_steps)
         )
+        self._recording = recording
+        self._metrics: dict[str, Any] = {}  # of the step that was done last
         self._clock = Clock(course.total_steps)
         self._process = psutil.Process()
         self._first, self._tokens_seen = 0, 0
@@ -84,14 +89,27 @@ class Steps:
         left = self._course.total_steps - self._first
         self._reporter.begin(Phase.TRAINING, f"{left} steps of {self._training.batch_size} rows.")
         for step in range(self._first, self._course.total_steps):
-            self._stop.check()
-            metrics = self._step(step)
+            self._stop_if_asked(step)
+            self._metrics = self._step(step)
             on_step()
-            self._reporter.say(EventType.STEP, **metrics)
-            if self._session.durability is not Durability.NONE:
-                # The event before the record: a step that is recorded is never done again, so nobody would say it a second time.
-                self._reporter.sync()
-                self._session.commit(self._checkpoint(step + 1, metrics).to_payload())
+            self._reporter.say(EventType.STEP, **self._metrics)
+            self._record(step + 1)
+        self._recording.finish()
+
+    def _stop_if_asked(self, steps: int) -> None:
+        """Leave the training behind step `steps`, with a record of it where the run will go on."""
+        if self._stop.is_asked:
+            if not self._stop.is_cancelled:
+                self._record(steps, is_last=True)
+                self._recording.finish()
+            self._stop.check()
+
+    def _record(self, steps: int, *, is_last: bool = False) -> None:
+        """Record the boundary behind step `steps`, if that is due."""
+        if self._recording.is_due(steps, is_last=is_last):
+            # The event before the record: a step that is recorded is never done again, so nobody would say it a second time.
+            self._reporter.sync()
+            self._recording.record(steps, self._checkpoint(steps, self._metrics).to_payload())
 
     def _step(self, step: int) -> dict[str, Any]:
         """Do step `step` (from 0); returns what its event says."""

@@ -40,8 +40,13 @@ class StopWatch:
         Raises:
             StopRequested: it was; `reason` says why.
         """
-        if self._signalled or self.is_cancelled:
+        if self.is_asked:
             raise StopRequested("the run was asked to stop")
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the run is to stop, for whatever reason."""
+        return self._signalled or self.is_cancelled
 
     @property
     def reason(self) -> ExitReason:
