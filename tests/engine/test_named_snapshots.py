@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -248,64 +247,20 @@ def test_directories_in_another_order_are_not_taken_for_half_a_snapshot(tmp_path
 
 # ---------------------------------------------------------------- sudden death
 def test_a_process_that_is_killed_in_the_middle_leaves_no_half_one(tmp_path):
-    """Between copies of parts, syncs and renames, in a process of its own each time."""
-    subprocess.run([sys.executable, "-m", "tests.engine.test_named_snapshots", str(tmp_path)], check=True, cwd=ROOT, timeout=120)
+    subprocess.run([sys.executable, "-m", "tests.engine.named_child", str(tmp_path)], check=True, cwd=ROOT, timeout=120)
     folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
-    whole = 0
+    *half, whole = [(folder / NAMED_FOLDER / "one" / "record.json").exists() for folder in folders]
+    assert whole and not any(half) and len(half) > 8
     for folder in folders:
         with opened([folder], resume=True) as states:
-            assert states.record.step in (1, 2)
+            assert states.record.step == 1
             expected = contents(states)
-            half = files_below(folder / NAMED_FOLDER)
-            if (folder / NAMED_FOLDER / "one" / "record.json").exists():
-                whole += 1
-            else:
-                assert half == [], "the rest was not removed"
-                if states.record.step == 1:
-                    keep(states, "one")
-                    states.named.finish()
-        if (folder / NAMED_FOLDER / "one" / "record.json").exists():
-            with opened([folder], resume_from="one") as states:
-                assert states.record.step == 1
-                if read_named_record([folder], "one").payload["step"] == 2:
-                    assert same(contents(states), expected)
-    assert 0 < whole < len(folders) > 8
-
-
-def _die_at(countdown: list[int], owner: type, name: str) -> None:
-    original = getattr(owner, name)
-
-    def counting(*values, **options):
-        countdown[0] -= 1
-        if countdown[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*values, **options)
-
-    setattr(owner, name, counting)
-
-
-def _keep_and_die(folder: Path, at: int) -> None:
-    with opened([folder]) as states:
-        make_step(states, 1)
-        countdown = [at]
-        for owner, name in ((Copier, "copy"), (StoreFile, "sync"), (RecordFile, "write"), (RecordFile, "begin"), (Path, "rename")):
-            _die_at(countdown, owner, name)
-        keep(states, "one")
-        states.named.finish()
-    os._exit(0)
-
-
-def _main() -> None:
-    torch.set_num_threads(1)
-    for at in range(1, 1000, 3):
-        child = os.fork()  # before any thread is started
-        if child == 0:
-            _keep_and_die(Path(sys.argv[1]) / str(at), at)
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
-            return
-        assert os.WTERMSIG(status) == signal.SIGKILL, status
+            if folder is not folders[-1]:
+                assert files_below(folder / NAMED_FOLDER) == [], "the rest was not removed"
+                keep(states, "one")
+                states.named.finish()
+        with opened([folder], resume_from="one") as states:
+            assert same(contents(states), expected)
 
 
 # ---------------------------------------------------------------- the session
@@ -358,7 +313,3 @@ def test_an_error_of_a_copy_comes_up_at_the_next_commit_which_is_made_neverthele
             session.commit({"position": 2})
         session.wait_kept()
         assert session.statistics.committed_steps == 2
-
-
-if __name__ == "__main__":
-    _main()
