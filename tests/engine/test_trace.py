@@ -92,6 +92,21 @@ def test_so_it_does_with_frozen_units(frozen, slots, tmp_path):
     assert_as_scheduled(operations, steps)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("ram_bytes", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("schedule", UpdateSchedule)
+def test_so_it_does_on_a_gpu(schedule, ram_bytes, kept, tmp_path):
+    """Copies and blocks are timed by CUDA events: mapped onto the host's clock they are off by some microseconds."""
+    options = {"device": "cuda", "schedule": schedule, "ram_state_bytes": ram_bytes, "kept_units": kept}
+    operations, steps = traced(make_llama(tied=True), tmp_path, **options)
+    for step in steps:
+        differences = compare(operations, step, tolerance_seconds=2e-4)
+        assert not differences, "\n".join(map(str, differences[:20]))
+    busy = steps[0].busy()
+    assert busy[Resource.M2G].bytes and busy[Resource.GPU].seconds > 0
+
+
 def test_states_in_ram_take_no_drive(tmp_path):
     operations, steps = traced(make_llama(), tmp_path, ram_state_bytes=PLACEMENTS["ram"])
     assert not {Resource.SSD_READ, Resource.SSD_WRITE} & {operation.resource for operation in operations}

@@ -40,6 +40,8 @@ class OperationKind(StrEnum):
     """One region: one call of a unit's module on one micro-batch."""
     BACKWARD = "backward"
     """One region, its recomputation included."""
+    GRADIENT_SUM = "gradient_sum"
+    """A region's gradients, added to those of the unit on the device."""
     WEIGHTS_READ = "weights_read"
     """A chunk's working copy, from the drive to host memory."""
     WEIGHTS_COPY = "weights_copy"
@@ -62,6 +64,7 @@ RESOURCES: Mapping[OperationKind, Resource] = MappingProxyType(
     {
         OperationKind.FORWARD: Resource.GPU,
         OperationKind.BACKWARD: Resource.GPU,
+        OperationKind.GRADIENT_SUM: Resource.GPU,
         OperationKind.WEIGHTS_READ: Resource.SSD_READ,
         OperationKind.WEIGHTS_COPY: Resource.M2G,
         OperationKind.GRADIENTS_COPY: Resource.G2M,
@@ -254,20 +257,22 @@ class _Step:
     jobs_of: dict[int, list[_Job]] = field(default_factory=dict)
 
     def build(self) -> tuple[Operation, ...]:
-        shape = self.shape
+        shape, trainable = self.shape, frozenset(self.shape.trainable)
         numbers = self._region_numbers()
         for visit, regions in zip(shape.visits, numbers, strict=True):
             slot = self._use(visit.unit, Phase.FORWARD)
             for region in regions:
                 self._compute(OperationKind.FORWARD, visit.unit, region, slot)
-        backward = list(zip(shape.visits, numbers, strict=True))[first_with_backward(shape.visits, shape.trainable) :]
+        backward = list(zip(shape.visits, numbers, strict=True))[first_with_backward(shape.visits, trainable) :]
         while backward:
             visit, regions = backward.pop()
             reads_weights = visit.recompute is Recompute.ALL
             backward_slot = self._use(visit.unit, Phase.BACKWARD) if reads_weights else None
             for region in reversed(regions):
                 self._compute(OperationKind.BACKWARD, visit.unit, region, backward_slot)
-            if visit.unit in shape.trainable and all(visit.unit != other.unit for other, _ in backward):
+                if visit.unit in trainable:
+                    self.compute = (self._add(Operation(OperationKind.GRADIENT_SUM, visit.unit, micro_batch=region), self.compute),)
+            if visit.unit in trainable and all(visit.unit != other.unit for other, _ in backward):
                 self._send_gradients(visit.unit)
         if self.order.begin is Begin.AFTER_BACKWARD:
             # In the order in which the next forward needs them.

@@ -115,6 +115,7 @@ class GradientCollector:
     def add(self, region: Region, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of `region`, one per parameter of the unit; the last open region of a unit completes it."""
         unit, layout = self._units[region.unit], self._layouts[region.unit]
+        begun = self._trace.mark(region.step + 1) if self._trace is not None else None
         for index, (gradient, place) in enumerate(zip(gradients, layout.parameters, strict=True)):
             if gradient is None or not place.trainable:
                 continue
@@ -127,11 +128,18 @@ class GradientCollector:
                 target.copy_(gradient)
                 unit.touched.add(index)
         if self._trace is not None:
-            step, ended = region.step + 1, self._trace.mark(region.step + 1)
-            self._trace.add(step, OperationKind.BACKWARD, region.unit, region.backward_begun, ended, micro_batch=region.number)
+            self._add_spans(region, begun)
         unit.open_regions.discard(region)
         if not unit.open_regions:
             self._complete(region.unit)
+
+    def _add_spans(self, region: Region, begun: Mark | None) -> None:
+        """Trace a region's backward, which ended where adding its gradients has `begun`."""
+        assert self._trace is not None, "spans are told to a trace only"
+        step, unit, number = region.step + 1, region.unit, region.number
+        self._trace.add(step, OperationKind.BACKWARD, unit, region.backward_begun, begun, micro_batch=number)
+        if self._layouts[unit].trainable_elements:
+            self._trace.add(step, OperationKind.GRADIENT_SUM, unit, begun, self._trace.mark(step), micro_batch=number)
 
     def close_step(self) -> None:
         """Complete units whose remaining regions got no gradient in this backward, and expect nothing more."""
