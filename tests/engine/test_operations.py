@@ -130,7 +130,9 @@ def test_every_unit_is_computed_updated_and_moved_once(case):
     assert [(operation.unit, operation.chunk, operation.bytes) for operation in reads] == [(*place, 12 * CHUNK) for place in on_drive]
     written = updated if shape.durability is Durability.STEP else on_drive
     assert [(operation.unit, operation.chunk) for operation in of_kind(operations, OperationKind.STATES_WRITE)] == written
-    assert len(of_kind(operations, OperationKind.COMMIT)) == (shape.durability is Durability.STEP)
+    durable = shape.durability is Durability.STEP
+    assert len(of_kind(operations, OperationKind.COMMIT)) == durable
+    assert [(operation.unit, operation.chunk) for operation in of_kind(operations, OperationKind.CHECKSUM)] == (written if durable else [])
 
 
 def test_gradients_precede_updates_and_updates_the_next_forwards_reads(case):

@@ -54,6 +54,8 @@ class OperationKind(StrEnum):
     """All states of a chunk, from the drive."""
     UPDATE = "update"
     """AdamW over a chunk."""
+    CHECKSUM = "checksum"
+    """CRC-32C of a chunk's states before they are written, where that is for a step record."""
     STATES_WRITE = "states_write"
     """All states of a chunk, to the drive."""
     COMMIT = "commit"
@@ -71,6 +73,7 @@ RESOURCES: Mapping[OperationKind, Resource] = MappingProxyType(
         OperationKind.GRADIENT_NORM: Resource.CPU,
         OperationKind.STATES_READ: Resource.SSD_READ,
         OperationKind.UPDATE: Resource.CPU,
+        OperationKind.CHECKSUM: Resource.CPU,
         OperationKind.STATES_WRITE: Resource.SSD_WRITE,
         OperationKind.COMMIT: Resource.SSD_WRITE,
     }
@@ -228,9 +231,10 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Job:
-    """A chunk's update."""
+    """A chunk's update; `thread_end` is the last that the optimizer's thread itself does for it."""
 
     update: int
+    thread_end: int
     end: int
 
 
@@ -369,12 +373,15 @@ class _Step:
             if len(self.jobs) >= in_flight:
                 begin += (self.jobs[-in_flight].end,)
             if len(self.jobs) >= max(1, in_flight - 1):
-                begin += (self.jobs[-max(1, in_flight - 1)].update,)
+                begin += (self.jobs[-max(1, in_flight - 1)].thread_end,)
             if chunk.tier is Tier.SSD:
                 begin = (self._add(Operation(OperationKind.STATES_READ, unit, number, bytes=size), begin),)
-            before = (self.jobs[-1].update,) if self.jobs else ()
-            update = end = self._add(Operation(OperationKind.UPDATE, unit, number, bytes=size), begin + before)
+            before = (self.jobs[-1].thread_end,) if self.jobs else ()
+            update = thread_end = end = self._add(Operation(OperationKind.UPDATE, unit, number, bytes=size), begin + before)
             if chunk.tier is Tier.SSD or self.shape.durability is Durability.STEP:
+                if self.shape.durability is not Durability.NONE:
+                    thread_end = self._add(Operation(OperationKind.CHECKSUM, unit, number, bytes=size), (update,))
+                # The first of a chunk's streams is written while the sum of the next is taken.
                 end = self._add(Operation(OperationKind.STATES_WRITE, unit, number, bytes=size), (update,))
-            jobs.append(_Job(update, end))
+            jobs.append(_Job(update, thread_end, end))
             self.jobs.append(jobs[-1])

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lohan._native import AdamSegment, AdamState, ThreadPool, adamw_update
+from lohan.config import Durability
 from lohan.planning.operations import OperationKind, UpdateSequence
+from lohan.states.resident import Completed
 from lohan.states.streams import Stream, trainable_streams
 from lohan.streaming.hyperparameters import Hyperparameters
 
@@ -185,13 +187,20 @@ class ChunkPipeline:
             begun = self._trace.host_mark(update.step)
         gradients = update.values[chunk.offset : chunk.offset + chunk.length]
         adamw_update(update.segments[chunk.index], gradients, make_adam_state(job.states), gradient_scale=update.scale, pool=self._pool)
-        if self._trace is not None:
-            ended, size = self._trace.host_mark(update.step), job.state_bytes
-            self._trace.add(update.step, OperationKind.UPDATE, update.layout.index, begun, ended, chunk=chunk.index, bytes=size)
+        updated = self._trace.host_mark(update.step) if self._trace is not None else None
         update.unread_chunks -= 1
         if update.unread_chunks == 0:
             self._on_read(update)
         job.transfers = [self._store.write(update.layout, chunk, stream, part) for stream, part in job.states.items()]
+        if self._trace is not None:
+            self._add_cpu(self._trace, job, begun, updated)
+
+    def _add_cpu(self, trace: Trace, job: _Job, begun: float | None, updated: float | None) -> None:
+        """Trace a chunk's update and, where its writes are for a record, the sums taken before them."""
+        step, place = job.update.step, {"chunk": job.chunk.index, "bytes": job.state_bytes}
+        trace.add(step, OperationKind.UPDATE, job.update.layout.index, begun, updated, **place)
+        if self._store.durability is not Durability.NONE and not all(isinstance(transfer, Completed) for transfer in job.transfers):
+            trace.add(step, OperationKind.CHECKSUM, job.update.layout.index, updated, trace.host_mark(step), **place)
 
     def _add_transfers(self, kind: OperationKind, job: _Job) -> None:
         assert self._trace is not None, "transfers are told to a trace only"
