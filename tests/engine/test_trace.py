@@ -74,13 +74,28 @@ def test_a_step_does_exactly_what_its_operations_say(schedule, ram_bytes, tied, 
         {"precision": Precision.BF16, "states": States.EIGHT_BIT},
         {**DURABLE, "ram_state_bytes": PLACEMENTS["half"]},
         {**DURABLE, "ram_state_bytes": PLACEMENTS["ram"], "schedule": "naive"},
+        {**DURABLE, "ram_state_bytes": PLACEMENTS["half"], "durability": Durability.SNAPSHOT},
     ],
-    ids=["2 slots", "4 slots", "all in slots", "two kept", "all kept", "clipped", "8 bit", "durable, half", "durable, RAM"],
+    ids=[
+        "2 slots",
+        "4 slots",
+        "all in slots",
+        "two kept",
+        "all kept",
+        "clipped",
+        "8 bit",
+        "durable, half",
+        "durable, RAM",
+        "between snapshots",
+    ],
 )
 def test_so_it_does_with_other_settings(options, tmp_path):
     operations, steps = traced(make_llama(), tmp_path, **options)
     assert_as_scheduled(operations, steps)
-    assert Counter(operation.kind for operation in operations)[OperationKind.COMMIT] == ("durability" in options)
+    durability = options.get("durability", Durability.NONE)
+    kinds = Counter(operation.kind for operation in operations)
+    assert kinds[OperationKind.COMMIT] == (durability is Durability.STEP)
+    assert (kinds[OperationKind.CHECKSUM] > 0) == (durability is not Durability.NONE)
 
 
 @pytest.mark.parametrize("frozen", ["model.embed_tokens", "model.layers", "model.layers.0", "lm_head"])
