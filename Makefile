@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help setup constraints chromium up worker doctor demo test test-native test-native-soak test-parity test-crash test-engine test-app test-e2e \
-        lint fmt types stubs migrate revision vendor bench clean
+        lint fmt types stubs migrate revision vendor bench bench-step-gpu clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -116,6 +116,10 @@ bench: setup  ## Measure the native core beside its peers and record the results
 	@mkdir -p build
 	@$(BIN)/lohan bench adam --output benchmarks/results/adam.json
 	@$(BIN)/lohan bench io --directory $(or $(D),build) --output benchmarks/results/io.json
+
+bench-step-gpu: setup  ## Time whole training steps on a GPU, in parts, into one file (PARTS="ram-8 disk-8", or list; D=folder on a drive)
+	@mkdir -p build
+	@$(BIN)/python -m benchmarks.step_gpu --directory $(or $(D),build) $(PARTS)
 
 clean:  ## Remove builds and caches; .venv and data folders stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .node

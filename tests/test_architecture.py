@@ -41,7 +41,7 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
     "lohan.models": ("lohan.planning", "lohan.states"),
     "lohan.streaming": ("lohan.memory", "lohan.states", "lohan.models", "lohan.planning"),
     "lohan.training": ("lohan.hardware", "lohan.planning", "lohan.data", "lohan.states", "lohan.models", "lohan.streaming", "lohan"),
-    "lohan.bench": ("lohan.hardware",),
+    "lohan.bench": ("lohan.hardware", "lohan.planning", "lohan.models", "lohan.streaming", "lohan"),
     "lohan.cli": ("lohan.hardware", "lohan.planning", "lohan.data", "lohan.models", "lohan.training", "lohan.bench", "lohan"),
     "lohan": ("lohan.streaming", "lohan.models"),
 }
@@ -55,7 +55,7 @@ NATIVE_USERS = {
     *("lohan.memory.store", "lohan.memory.arena", "lohan.states.state_store", "lohan.states.record"),
     *(f"lohan.streaming.{name}" for name in ("optimizer", "chunk_pipeline", "clipping", "hyperparameters")),
     "lohan_app.worker.native_findings",
-    *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.passes", "lohan.bench.striping"),
+    *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.passes", "lohan.bench.striping", "lohan.bench.step"),
 }
 
 FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "system")
@@ -116,7 +116,7 @@ ROLES: dict[str, Role] = {
 HEAVY = ("torch", "transformers", "numpy", "scipy", "pyarrow", "pandas")
 ENGINE_WITHOUT_TORCH = (
     *("lohan", "lohan.config", "lohan.events", "lohan.planning.planner", "lohan.data.formats", "lohan.hardware.probe"),
-    *("lohan.cli.bench", "lohan.bench.adam", "lohan.bench.io", "lohan.bench.show"),
+    *("lohan.cli.bench", "lohan.bench.adam", "lohan.bench.io", "lohan.bench.step", "lohan.bench.show"),
 )
 
 

@@ -1,10 +1,13 @@
-"""What the tests of `lohan bench` share: a watcher that remembers, a tiny measurement of transfers, and a filter of records."""
+"""What the tests of `lohan bench` share: a watcher that remembers, tiny measurements of transfers and steps, a filter of records."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from lohan.bench import io as io_bench
+from lohan.bench.step_options import StepOptions
+from lohan.bench.step_shapes import ShapeName
+from lohan.config import Precision
 from lohan.units import KIB, MIB
 
 
@@ -38,3 +41,9 @@ def measured(found: list[dict], system: str = "") -> list[dict]:
         for record in found
         if not {"skipped", "chosen", "directory_limit_bytes_per_second"} & set(record) and record["system"].startswith(system)
     ]
+
+
+def step_options(folder: Path, **changes: object) -> StepOptions:
+    """Two steps of the tiny model on the CPU with each schedule, states in RAM."""
+    values: dict = {"shape": ShapeName.TINY, "batches": (2,), "sequence": 16, "device": "cpu", "precision": Precision.FP32}
+    return StepOptions(**{**values, "directories": (folder,), "steps": 2, **changes})

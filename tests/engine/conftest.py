@@ -18,6 +18,12 @@ def _one_torch_thread() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture
+def a_drive(monkeypatch) -> None:
+    """`lohan bench step` takes the folder of a test for one on a drive, also where it is in memory."""
+    monkeypatch.setattr("lohan.bench.step_options.filesystem_type", lambda _: "ext4")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print how far the fp32 comparisons with plain PyTorch were off: the figures of README's table."""
     reference = sys.modules.get("tests.engine.reference")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from lohan._native import IoError
 from lohan.bench import fio, striping
+from lohan.bench.folders import temporary_folders
 from lohan.bench.passes import Passes, refusal
 from lohan.bench.records import Record, Watcher, median
 from lohan.errors import ConfigError, StorageError
@@ -109,7 +108,7 @@ def run(options: IoOptions, watcher: Watcher) -> list[Record]:
     watcher.expect(comparisons * len(engines) * (2 if executable else 1) * options.rounds)
     speeds: list[TransferSpeed] = []
     try:
-        with _folders(options.directories) as folders:
+        with temporary_folders(options.directories) as folders:
             paths = [folder / "states" for folder in folders]
             _fill(paths, options, watcher)
             for block, depth in itertools.product(sorted(options.block_bytes), sorted(options.depths)):
@@ -281,23 +280,6 @@ def _fill(paths: Sequence[Path], options: IoOptions, watcher: Watcher) -> None:
     setting = TransferSetting(Engine.THREADS, STRIPE_BYTES, 4)
     with Passes(paths, setting, file_bytes=options.file_bytes) as passes:
         passes.run(Operation.WRITE, options.file_bytes * len(paths))
-
-
-@contextmanager
-def _folders(directories: Sequence[Path]) -> Iterator[list[Path]]:
-    """A new folder in each of the directories; removed at the end with what is in it."""
-    folders: list[Path] = []
-    try:
-        for directory in directories:
-            try:
-                folders.append(Path(tempfile.mkdtemp(dir=directory.absolute(), prefix=".lohan-bench-")))
-            except OSError as error:
-                remedy = "Name a folder this user may write to."
-                raise StorageError.of(error, "no folder can be made", place=directory, remedy=remedy) from error
-        yield folders
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _as_storage_error(error: IoError) -> StorageError:

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from lohan.errors import StorageError
+from lohan.errors import ConfigError, StorageError
 from lohan.hardware.probe import probe
 
 SCHEMA = 1
@@ -85,6 +85,41 @@ def write_document(path: Path, content: Record) -> None:
     except OSError as error:
         remedy = "Name a file in a folder this user may write to."
         raise StorageError.of(error, "the results cannot be written", place=path, remedy=remedy) from error
+
+
+# What of a machine makes figures of two documents comparable.
+_SAME_MACHINE = ("cpu", "cores", "gpus", "python", "torch")
+
+
+def appended(path: Path, content: Record, *, key: Sequence[str]) -> Record:
+    """`content` joined to the document in `path`: its records behind those that are there, in place of those with the same `key` fields.
+
+    Raises:
+        ConfigError: what is there is no such document, or was measured on another machine.
+    """
+    if not path.exists():
+        return content
+    place = f"--output {path}"
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        there, machine = before["records"], before["machine"]
+        same_kind = (before["schema"], before["name"]) == (content["schema"], content["name"])
+    except (OSError, ValueError, TypeError, KeyError):
+        same_kind = False
+    if not same_kind:
+        raise ConfigError(
+            f"it holds no results of bench {content['name']}", place=place, remedy="Name another file, or leave --append out."
+        )
+    other = [name for name in _SAME_MACHINE if machine.get(name) != content["machine"].get(name)]
+    if other:
+        raise ConfigError(
+            f"its results are of another machine: {', '.join(other)} differ", place=place, remedy="Name another file for this machine."
+        )
+    new = {tuple(record.get(name) for name in key) for record in content["records"]}
+    kept = [record for record in there if tuple(record.get(name) for name in key) not in new]
+    filesystems = dict.fromkeys([*machine.get("filesystems", []), *content["machine"].get("filesystems", [])])
+    joined = {**content["machine"], **({"filesystems": list(filesystems)} if filesystems else {})}
+    return {**content, "machine": joined, "records": [*kept, *content["records"]]}
 
 
 def interleaved(systems: Mapping[str, Callable[[], object]], *, rounds: int, watcher: Watcher) -> dict[str, list[float]]:

@@ -16,6 +16,8 @@ from lohan.bench.records import Record, Watcher
 from lohan.units import format_bytes, format_count
 
 _WIDTH_WITHOUT_TERMINAL = 160
+# The fields that say which measurement was skipped.
+_NAMES = ("system", "case", "engine", "operation", "shape", "states_tier", "batch", "schedule")
 
 
 @contextmanager
@@ -131,6 +133,32 @@ def print_io(records: Sequence[Record]) -> None:
             )
 
 
+def print_step(records: Sequence[Record]) -> None:
+    """One row a setting."""
+    _print(
+        records,
+        "Training steps: medians; TFLOPS count three times the forward",
+        {
+            "shape": ("shape", str),
+            "tier": ("states_tier", str),
+            "states": ("states", str),
+            "durability": ("durability", str),
+            "batch": ("batch", str),
+            "micro": ("micro_batch", str),
+            "schedule": ("schedule", str),
+            "s/step": ("step_seconds", lambda seconds: f"{seconds:.3f}"),
+            "TFLOPS": ("tflops", lambda rate: f"{rate:.3g}"),
+            "of peak": ("fraction_of_peak", _percent),
+            "GPU": ("gpu_peak_bytes", format_bytes),
+            "GPU plan": ("plan_gpu_bytes", format_bytes),
+            "host": ("host_peak_bytes", format_bytes),
+            "host plan": ("plan_host_bytes", format_bytes),
+            "files GB/s": ("disk_bytes_per_second", lambda rate: f"{rate / 1e9:.2f}"),
+            "mixed GB/s": ("disk_mixed_bytes_per_second", lambda rate: f"{rate / 1e9:.2f}"),
+        },
+    )
+
+
 def _ratio(value: float) -> str:
     return f"{value:.2f}"
 
@@ -153,5 +181,5 @@ def _print(records: Sequence[Record], title: str, columns: dict[str, tuple[str, 
     if measured:
         console.print(table)
     for record in skipped:
-        what = " ".join(str(record[key]) for key in ("system", "case", "engine", "operation") if key in record)
+        what = " ".join(str(record[key]) for key in _NAMES if key in record)
         console.print(f"skipped {what}: {record['skipped']}", markup=False)

@@ -1,4 +1,4 @@
-"""`lohan bench adam` and `lohan bench io`: measures, shows a table or prints the JSON document. Loads torch only when measuring."""
+"""`lohan bench adam`, `io` and `step`: measures, shows a table or prints the JSON document. Loads torch only when measuring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from lohan.bench.step_options import DEFAULT_STEPS, DEFAULT_WARMUP, SETTING_FIELDS, StateKind, StatesTier, StepOptions
+from lohan.bench.step_shapes import ShapeName
 from lohan.cli.commands import print_error
+from lohan.config import Clip, Durability, Precision, UpdateSchedule
 from lohan.errors import ConfigError, LohanError
 from lohan.hardware.transfers import Engine, Operation
 from lohan.units import parse_bytes
@@ -33,10 +36,11 @@ class ExitCode(IntEnum):
 def make_application() -> typer.Typer:
     """The group `bench`."""
     application = typer.Typer(
-        no_args_is_help=True, help="Measure the native core on this machine: the CPU optimizer, and file transfers beside fio."
+        no_args_is_help=True, help="Measure this machine: the CPU optimizer, file transfers beside fio, and whole training steps."
     )
     application.command("adam")(adam)
     application.command("io")(io)
+    application.command("step")(step)
     return application
 
 
@@ -92,8 +96,80 @@ def io(
         _bench("io", lambda watcher: run(options, watcher), as_json=as_json, output=output, directories=options.directories)
 
 
+def step(
+    shape: Annotated[ShapeName, typer.Option(help="Which Llama.")] = ShapeName.LLAMA_3_43B,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a step; may be repeated. Unset: 8.")] = None,
+    sequence: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 1024,
+    schedule: Annotated[list[UpdateSchedule] | None, typer.Option(help="When updates run; may be repeated. Unset: all.")] = None,
+    states: Annotated[StateKind | None, typer.Option(help="Unset: split in bf16, fp32 in fp32.")] = None,
+    states_tier: Annotated[list[StatesTier] | None, typer.Option(help="Where the states lie; may be repeated. Unset: ram.")] = None,
+    directory: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", envvar="LOHAN_STATE_DIRS", help="For states on disk; again for more drives. Unset: this folder."),
+    ] = None,
+    tmpfs_directory: Annotated[Path, typer.Option(metavar="FOLDER", help="For states on a tmpfs.")] = Path("/dev/shm"),  # noqa: S108
+    durability: Annotated[Durability, typer.Option(help="What a run could be resumed from.")] = Durability.NONE,
+    clip: Annotated[Clip, typer.Option(help="What is done about large gradients.")] = Clip.NONE,
+    max_norm: Annotated[float, typer.Option(help="The largest norm that clipping leaves.")] = 1.0,
+    gpu_cap: Annotated[str | None, typer.Option(metavar="BYTES", help="Of the GPU's memory, for plan and allocator. Unset: all.")] = None,
+    host_cap: Annotated[str | None, typer.Option(metavar="BYTES", help="Of host memory, states in RAM included. Unset: all.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once in a block. Unset: the plan's.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a setting in a round.")] = DEFAULT_STEPS,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = DEFAULT_WARMUP,
+    rounds: Annotated[int, typer.Option(min=1, help="How often settings that do not fit together are set up.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or a GPU's UUID.")] = "auto",
+    precision: Annotated[Precision, typer.Option(help="What the device computes in.")] = Precision.BF16,
+    as_json: AsJson = False,
+    output: Output = None,
+    append: Annotated[
+        bool, typer.Option("--append", help="Join the records to those that --output holds, replacing equal settings.")
+    ] = False,
+) -> None:
+    """Time whole training steps of a randomly initialised Llama on random tokens, the update schedules beside each other."""
+    with _errors_in_words():
+        if append and output is None:
+            raise ConfigError("there is no file to append to", place="--append", remedy="Give --output FILE.")
+        options = StepOptions(
+            shape=shape,
+            batches=tuple(dict.fromkeys(batch or [8])),
+            sequence=sequence,
+            schedules=tuple(dict.fromkeys(schedule or UpdateSchedule)),
+            states=states,
+            tiers=tuple(dict.fromkeys(states_tier or [StatesTier.RAM])),
+            directories=tuple(directory or [Path.cwd()]),
+            tmpfs_directory=tmpfs_directory,
+            durability=durability,
+            clip=clip,
+            max_norm=max_norm,
+            gpu_cap_bytes=None if gpu_cap is None else _bytes(gpu_cap, "--gpu-cap"),
+            host_cap_bytes=None if host_cap is None else _bytes(host_cap, "--host-cap"),
+            micro_batch=micro_batch,
+            device=device,
+            precision=precision,
+            steps=steps,
+            warmup=warmup,
+            rounds=rounds,
+        )
+        from lohan.bench.step import run
+
+        _bench(
+            "step",
+            lambda watcher: run(options, watcher),
+            as_json=as_json,
+            output=output,
+            directories=options.used_directories,
+            append=append,
+        )
+
+
 def _bench(
-    name: str, measure: Callable[[Watcher], list[Record]], *, as_json: bool, output: Path | None, directories: Sequence[Path] = ()
+    name: str,
+    measure: Callable[[Watcher], list[Record]],
+    *,
+    as_json: bool,
+    output: Path | None,
+    directories: Sequence[Path] = (),
+    append: bool = False,
 ) -> None:
     from lohan.bench import records, show
 
@@ -101,11 +177,11 @@ def _bench(
         measured = measure(watcher)
     content = records.document(name, measured, directories=directories)
     if output is not None:
-        records.write_document(output, content)
+        records.write_document(output, records.appended(output, content, key=SETTING_FIELDS) if append else content)
     if as_json:
         sys.stdout.write(records.as_json(content))
     else:
-        {"adam": show.print_adam, "io": show.print_io}[name](measured)
+        {"adam": show.print_adam, "io": show.print_io, "step": show.print_step}[name](measured)
 
 
 def _bytes(text: str, option: str) -> int:

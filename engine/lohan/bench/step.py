@@ -1,0 +1,227 @@
+"""`lohan bench step`: whole training steps of a randomly initialised Llama on random tokens, setting beside setting.
+
+Each setting runs in a process of its own (`step_worker`), whose memory peaks are its alone. Settings that differ in the schedule are
+compared: as many of them as the machine holds at once, in order, are set up first and then take single steps in turns. What is left is
+measured after them, and the whole in as many rounds as wanted, every other one in the opposite order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from lohan._native import IoError
+from lohan.bench.records import Record, Watcher, median
+from lohan.bench.step_child import ChildFailed, StepChild
+from lohan.bench.step_disk import mixed_bytes_per_second
+from lohan.bench.step_options import StatesTier, StepOptions, StepSetting, StepTask
+from lohan.bench.step_plans import make_task, waves
+from lohan.bench.step_shapes import SHAPES, step_flops
+from lohan.errors import LohanError
+from lohan.hardware.probe import probe
+from lohan.planning.plan import Tier
+
+KERNELS: Final = "eager"
+SYSTEM: Final = "lohan"
+
+
+def run(options: StepOptions, watcher: Watcher) -> list[Record]:
+    """Measure every setting. What the machine does not hold, or what fails, becomes a record with the reason.
+
+    Raises:
+        StorageError: a state directory cannot be written to.
+    """
+    watcher.note(f"tracing the {options.shape} model")
+    from lohan.bench.step_model import make_config
+    from lohan.models.blocks import trace_workload
+
+    workload = trace_workload(make_config(SHAPES[options.shape], options.sequence))
+    records: list[Record] = []
+    comparisons: list[_Comparison] = []
+    for (tier, _), settings in itertools.groupby(options.settings, key=lambda setting: (setting.tier, setting.batch)):
+        hardware = probe(options.named_directories(tier))
+        tasks: list[StepTask] = []
+        for setting in settings:
+            try:
+                tasks.append(make_task(options, setting, workload, hardware))
+            except LohanError as error:
+                records.append(_skipped(options, setting, str(error)))
+        if tasks:
+            comparisons.append(_Comparison(waves(tasks, hardware), options, watcher))
+    watcher.expect(sum(comparison.measurements for comparison in comparisons))
+    for comparison in comparisons:
+        records += comparison.measure()
+    return records
+
+
+class _Measurement:
+    """What is known of one task so far."""
+
+    def __init__(self, task: StepTask) -> None:
+        self.task = task
+        self.steps: list[Record] = []
+        self.setup_seconds: list[float] = []
+        self.results: list[Record] = []
+        self.failure = ""
+
+    def attempt(self, do: Callable[[], None]) -> None:
+        """Unless it failed before; a failure is kept as the reason."""
+        if self.failure:
+            return
+        try:
+            do()
+        except ChildFailed as error:
+            self.failure = error.message
+
+    def set_up(self, child: StepChild, options: StepOptions, watcher: Watcher) -> None:
+        """Wait for the child, and let it warm up."""
+        watcher.note(f"{self.task.name}: setting up")
+        self.setup_seconds.append(child.wait_ready())
+        for number in range(1, options.warmup + 1):
+            watcher.done(f"{self.task.name}, warm-up {number}: {child.step()['seconds']:.3f} s")
+
+    def take_step(self, child: StepChild, watcher: Watcher) -> None:
+        self.steps.append(child.step())
+        watcher.done(f"{self.task.name}, step {len(self.steps)}: {self.steps[-1]['seconds']:.3f} s")
+
+    def finish(self, child: StepChild) -> None:
+        self.results.append(child.finish())
+
+
+class _Comparison:
+    """Tasks that differ in the schedule, in waves that are set up together."""
+
+    def __init__(self, groups: Sequence[Sequence[StepTask]], options: StepOptions, watcher: Watcher) -> None:
+        self._groups = [[_Measurement(task) for task in wave] for wave in groups]
+        self._options, self._watcher = options, watcher
+        # Whoever is set up once takes all steps of all rounds then.
+        alone = len(groups) == 1
+        self._rounds, self._steps = (1, options.rounds * options.steps) if alone else (options.rounds, options.steps)
+
+    @property
+    def measurements(self) -> int:
+        """Steps of all, warm-up included."""
+        return sum(map(len, self._groups)) * self._rounds * (self._options.warmup + self._steps)
+
+    def measure(self) -> list[Record]:
+        first = self._groups[0][0].task
+        mixed: list[float] = []
+        _measure_files(first.tier, first.engine.state_directories, mixed, self._watcher)
+        for turn in range(self._rounds):
+            for group in self._groups if turn % 2 == 0 else reversed(self._groups):
+                working = [measurement for measurement in group if not measurement.failure]
+                _run_in_turns(working, self._options, self._steps, self._watcher)
+        _measure_files(first.tier, first.engine.state_directories, mixed, self._watcher)
+        rate = median(mixed) if mixed else None
+        measured = [(measurement, len(group) > 1) for group in self._groups for measurement in group]
+        # Every child measured the same block: the least disturbed of them counts.
+        peaks: dict[int, float] = {}
+        for result in itertools.chain.from_iterable(measurement.results for measurement, _ in measured):
+            peaks[result["micro_batch"]] = max(result["block_peak_tflops"], peaks.get(result["micro_batch"], 0.0))
+        return [_record(self._options, measurement, peaks, mixed=rate, in_turns=in_turns) for measurement, in_turns in measured]
+
+
+def _measure_files(tier: StatesTier, directories: tuple[Path, ...], mixed: list[float], watcher: Watcher) -> None:
+    """Measured before and after the steps, so that neither a drive's fresh cache nor its tired one decides."""
+    if tier is StatesTier.RAM:
+        return
+    watcher.note(f"measuring the {tier} directories")
+    try:
+        rate = mixed_bytes_per_second(directories)
+    except IoError as error:
+        watcher.note(f"the {tier} directories could not be measured: {error}")
+        return
+    mixed += [rate] if rate else []
+
+
+def _run_in_turns(measured: Sequence[_Measurement], options: StepOptions, steps: int, watcher: Watcher) -> None:
+    """All at once: set up one after the other, so that their accounts of the GPU do not mix; then single steps in turns."""
+    with ExitStack() as stack:
+        running: list[tuple[_Measurement, StepChild]] = []
+        for measurement in measured:
+            child = stack.enter_context(StepChild(measurement.task))
+            running.append((measurement, child))
+            measurement.attempt(partial(measurement.set_up, child, options, watcher))
+        for turn in range(steps):
+            first = turn % len(running) if running else 0
+            for measurement, child in running[first:] + running[:first]:
+                measurement.attempt(partial(measurement.take_step, child, watcher))
+        for measurement, child in running:
+            measurement.attempt(partial(measurement.finish, child))
+
+
+def _settings(options: StepOptions, setting: StepSetting) -> Record:
+    """The fields of a record that say what was asked for."""
+    shape = SHAPES[options.shape]
+    return {
+        "system": SYSTEM,
+        "tuned": options.micro_batch is not None,
+        "schedule": str(setting.schedule),
+        "policy": "recompute-all",
+        "shape": str(options.shape),
+        "parameters": shape.parameters,
+        "batch": setting.batch,
+        "micro_batch": options.micro_batch,
+        "sequence": options.sequence,
+        "precision": str(options.precision),
+        "states": str(options.state_kind),
+        "states_tier": str(setting.tier),
+        "durability": str(options.durability),
+        "clip": str(options.clip),
+        "kernels": KERNELS,
+        "device": options.device,
+        "gpu_cap_bytes": options.gpu_cap_bytes,
+        "host_cap_bytes": options.host_cap_bytes,
+    }
+
+
+def _skipped(options: StepOptions, setting: StepSetting, reason: str) -> Record:
+    return {**_settings(options, setting), "skipped": reason}
+
+
+def _record(
+    options: StepOptions, measurement: _Measurement, block_peaks: dict[int, float], *, mixed: float | None, in_turns: bool
+) -> Record:
+    task = measurement.task
+    setting = StepSetting(task.engine.schedule, task.training.batch_size, task.tier)
+    if measurement.failure:
+        return _skipped(options, setting, measurement.failure)
+    results, steps = measurement.results, measurement.steps
+    seconds = [step["seconds"] for step in steps]
+    step_seconds = median(seconds)
+    read, written = (sum(step[name] for step in steps) // len(steps) for name in ("bytes_read", "bytes_written"))
+    tflops = step_flops(SHAPES[options.shape], setting.batch, options.sequence) / step_seconds / 1e12
+    block_peak = block_peaks[results[0]["micro_batch"]]
+    on_gpu = bool(task.plan.tier(Tier.GPU).items)
+
+    def peak(name: str) -> int | None:
+        return max((result[name] for result in results if result[name] is not None), default=None)
+
+    return {
+        **_settings(options, setting),
+        "micro_batch": results[0]["micro_batch"],
+        "device": "gpu" if on_gpu else "cpu",
+        "clip_rate": median([result["clip_rate"] for result in results]),
+        "step_seconds": step_seconds,
+        "step_seconds_all": seconds,
+        "setup_seconds": median(measurement.setup_seconds),
+        "in_turns": in_turns,
+        "tflops": tflops,
+        "block_peak_tflops": block_peak,
+        "fraction_of_peak": tflops / block_peak,
+        "predicted_step_seconds": None,
+        "gpu_peak_bytes": peak("gpu_peak_bytes"),
+        "gpu_allocated_peak_bytes": peak("gpu_allocated_peak_bytes"),
+        "gpu_context_bytes": peak("gpu_context_bytes"),
+        "plan_gpu_bytes": task.plan.tier(Tier.GPU).used_bytes if on_gpu else None,
+        "host_peak_bytes": peak("host_peak_bytes"),
+        "plan_host_bytes": task.plan.tier(Tier.RAM).used_bytes,
+        "bytes_read_per_step": read,
+        "bytes_written_per_step": written,
+        "disk_bytes_per_second": (read + written) / step_seconds if read + written else None,
+        "disk_mixed_bytes_per_second": mixed,
+    }

@@ -1,0 +1,115 @@
+"""Plans of the settings of `lohan bench step`, and which of them this machine holds at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from lohan.bench.step_options import StatesTier, StepOptions, StepSetting, StepTask
+from lohan.config import Durability, EngineSection, Precision, TrainingSection
+from lohan.errors import CapacityError
+from lohan.hardware.probe import HardwareFacts, StateDirectoryFacts
+from lohan.planning.plan import Tier
+from lohan.planning.planner import RAM_RESERVE_BYTES, SSD_RESERVE_BYTES, make_plan
+from lohan.planning.state_form import StateForm
+from lohan.units import format_bytes
+
+if TYPE_CHECKING:
+    from lohan.planning.workload import Workload
+
+# The planner's names.
+_EXPORTED: Final = "exported model"
+_SSD_SPACE: Final = "SSD space"
+
+
+def make_task(options: StepOptions, setting: StepSetting, workload: Workload, hardware: HardwareFacts) -> StepTask:
+    """Plan one setting, as if it had the machine alone.
+
+    Args:
+        hardware: with the setting's directories.
+
+    Raises:
+        ConfigError: there is no such device.
+        CapacityError: it does not fit.
+    """
+    training, engine = options.training(setting), options.engine(setting)
+    exported = (2 if training.precision is Precision.BF16 else 4) * workload.parameters
+    facts = _facts(hardware, setting, training, engine, workload.parameters, exported_bytes=exported)
+    try:
+        plan = make_plan(workload, model_name=str(options.shape), training=training, engine=engine, hardware=facts)
+    except CapacityError as error:
+        raise _without_export(error, exported) if error.place == _SSD_SPACE else error from None
+    return StepTask(shape_name=options.shape, tier=setting.tier, states=options.state_kind, training=training, engine=engine, plan=plan)
+
+
+def _facts(
+    hardware: HardwareFacts,
+    setting: StepSetting,
+    training: TrainingSection,
+    engine: EngineSection,
+    parameters: int,
+    *,
+    exported_bytes: int,
+) -> HardwareFacts:
+    """What the planner must know besides: nothing is exported here, and files on a tmpfs are in host memory."""
+
+    def with_room(directory: StateDirectoryFacts) -> StateDirectoryFacts:
+        return directory.model_copy(update={"free_bytes": directory.free_bytes + exported_bytes})
+
+    ram = hardware.ram
+    if setting.tier is StatesTier.TMPFS:
+        slots = 1 if engine.durability is Durability.NONE else 2
+        in_files = slots * StateForm.of(training.precision, engine.states).state_bytes(parameters)
+        ram = ram.model_copy(update={"free_bytes": max(0, ram.free_bytes - in_files)})
+    return hardware.model_copy(update={"ram": ram, "state_directories": tuple(map(with_room, hardware.state_directories))})
+
+
+def _without_export(error: CapacityError, exported_bytes: int) -> CapacityError:
+    need, have = error.need_bytes - exported_bytes, max(0, error.have_bytes - exported_bytes)
+    return CapacityError(
+        f"the states need {format_bytes(need)}, {format_bytes(have)} may be used",
+        need_bytes=need,
+        have_bytes=have,
+        place=error.place,
+        remedy="Free space, name another directory, or measure a smaller shape or 8bit states.",
+    )
+
+
+def file_bytes(task: StepTask) -> int:
+    """What the setting's state files take, over all its directories."""
+    return sum(item.bytes for item in task.plan.tier(Tier.SSD).items if item.name != _EXPORTED)
+
+
+def waves(tasks: Sequence[StepTask], hardware: HardwareFacts) -> list[list[StepTask]]:
+    """The tasks, in order, in groups of as many as this machine holds at the same time."""
+    groups: list[list[StepTask]] = []
+    for task in tasks:
+        if groups and fit_together([*groups[-1], task], hardware):
+            groups[-1].append(task)
+        else:
+            groups.append([task])
+    return groups
+
+
+def fit_together(tasks: Sequence[StepTask], hardware: HardwareFacts) -> bool:
+    """Whether this machine holds all of them at the same time: GPU, host memory and drives. They share one set of directories."""
+    free_ram = hardware.ram.free_bytes - RAM_RESERVE_BYTES
+    host = sum(task.plan.tier(Tier.RAM).used_bytes + (file_bytes(task) if task.tier is StatesTier.TMPFS else 0) for task in tasks)
+    if host > free_ram:
+        return False
+    # The allocator keeps what was given back: up to its cap, and without one up to whatever there is.
+    gpus = {gpu.uuid: gpu.free_bytes for gpu in hardware.gpus}
+    for task in tasks:
+        if task.plan.device in gpus:
+            tier = task.plan.tier(Tier.GPU)
+            gpus[task.plan.device] -= task.engine.gpu_memory_bytes or tier.capacity_bytes
+    if min(gpus.values(), default=0) < 0:
+        return False
+    free: dict[str, int] = {directory.drive: directory.free_bytes - SSD_RESERVE_BYTES for directory in hardware.state_directories}
+    needs: Counter[str] = Counter()
+    for task in tasks:
+        share = -(-file_bytes(task) // len(hardware.state_directories))
+        for directory in hardware.state_directories:
+            needs[directory.drive] += share
+    return all(need <= free[drive] for drive, need in needs.items())

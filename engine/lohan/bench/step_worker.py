@@ -1,0 +1,209 @@
+"""The process that runs one setting of `lohan bench step`, alone, so that its memory is its own: `python -m lohan.bench.step_worker`.
+
+It reads lines from standard input: the task as JSON, then `step` as often as wanted, then `finish`. Each is answered with one line of
+JSON, an object with one field: `ready`, `step`, `result`, or `error` with what was wrong, after which it ends. It also ends when
+standard input does, that is, with the process that started it; whatever happens, its folders are then removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import torch
+
+import lohan
+from lohan.bench.step_memory import GpuMemory, host_peak_bytes
+from lohan.bench.step_model import PooledWeights, block_seconds, make_config
+from lohan.bench.step_options import StepTask
+from lohan.bench.step_shapes import TRAINING_TO_FORWARD, block_forward_flops
+from lohan.config import Durability, Precision
+from lohan.errors import EngineError, LohanError
+from lohan.streaming.device import resolve_device
+
+if TYPE_CHECKING:
+    from lohan.bench.records import Record
+
+Answer = Callable[[Any], None]
+
+_MAX_REASON_CHARACTERS: Final = 500
+_COMMIT_POLL_SECONDS: Final = 0.001
+
+
+def main() -> int:
+    """Serve standard input; returns the exit status."""
+    answer = _take_over_standard_output()
+    line = sys.stdin.readline()
+    if not line:
+        return 1
+    task = StepTask.model_validate_json(line)
+    try:
+        with StepRun(task) as run:
+            answer({"ready": run.setup_seconds})
+            _serve(run, sys.stdin, answer)
+    except Exception as error:  # noqa: BLE001 - whatever it was, the record must say it
+        words = str(error) if isinstance(error, LohanError) else f"{type(error).__name__}: {error}"
+        answer({"error": " ".join(words.split())[:_MAX_REASON_CHARACTERS]})
+        return 1
+    finally:
+        for folder in task.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _take_over_standard_output() -> Answer:
+    """Answers go to what was standard output; what libraries print goes to standard error."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(content: Any) -> None:
+        channel.write(json.dumps(content) + "\n")
+        channel.flush()
+
+    return answer
+
+
+def _serve(run: StepRun, orders: Iterable[str], answer: Answer) -> None:
+    for order in orders:
+        match order.strip():
+            case "step":
+                answer({"step": run.step()})
+            case "finish":
+                answer({"result": run.finish()})
+                return
+            case other:
+                raise ValueError(f"there is no order {other!r}")
+
+
+class StepRun:
+    """A model under the engine, and random tokens for it. Not for use from several threads.
+
+    Raises:
+        LohanError: the task cannot be set up.
+    """
+
+    def __init__(self, task: StepTask) -> None:
+        begin = time.perf_counter()
+        self._task = task
+        self._gpu = GpuMemory(task.plan.device)
+        self._device = resolve_device(task.plan.device)
+        self._dtype = torch.bfloat16 if task.training.precision is Precision.BF16 else torch.float32
+        self._config = make_config(task.shape, task.training.sequence_length)
+        self._generator = torch.Generator().manual_seed(1)
+        self._resources = ExitStack()
+        self._steps = 0
+        if self._device.type == "cuda" and task.engine.gpu_memory_bytes is not None:
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, task.engine.gpu_memory_bytes / total), self._device)
+        self._model = lohan.empty_model(self._config, dtype=self._dtype)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=task.training.learning_rate)
+        with PooledWeights(self._model, self._dtype) as weights:
+            self._session = self._resources.enter_context(self._open(weights))
+        self._before = self._session.statistics
+        self.setup_seconds = time.perf_counter() - begin
+
+    def _open(self, weights: PooledWeights) -> lohan.Session:
+        training, engine = self._task.training, self._task.engine
+        return lohan.init(
+            self._model,
+            self._optimizer,
+            batch_size=training.batch_size,
+            seq_length=training.sequence_length,
+            state_directories=self._task.folders,
+            device=self._task.plan.device,
+            precision=training.precision,
+            states=engine.states,
+            schedule=engine.schedule,
+            clip=training.clip,
+            max_gradient_norm=training.max_gradient_norm,
+            durability=engine.durability,
+            ram_state_bytes=engine.ram_state_bytes,
+            unsafe_filesystems=engine.unsafe_filesystems,
+            weights=weights,
+            plan=self._task.plan,
+            threads=engine.threads,
+        )
+
+    def step(self) -> Record:
+        """One step on new random tokens: `seconds` from the forward's begin until every unit is updated and, with durability, committed.
+
+        Raises:
+            EngineError: it is not a step to be timed: the loss is not finite, or a background stage failed.
+        """
+        training, session = self._task.training, self._session
+        shape = (training.batch_size, training.sequence_length)
+        tokens = torch.randint(self._config.vocab_size, shape, generator=self._generator).to(self._device)
+        before = session.statistics
+        self._finish_device_work()
+        begin = time.perf_counter()
+        loss = self._model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self._optimizer.step()
+        session.wait()
+        self._commit()
+        self._finish_device_work()
+        seconds = time.perf_counter() - begin
+        self._steps += 1
+        after = session.statistics
+        value = float(loss.detach())
+        if value != value or after.skipped_steps:
+            raise EngineError(f"the loss of step {self._steps} is {value}, and {after.skipped_steps} steps were left out")
+        return {
+            "seconds": seconds,
+            "loss": value,
+            "bytes_read": after.bytes_read - before.bytes_read,
+            "bytes_written": after.bytes_written - before.bytes_written,
+        }
+
+    def _commit(self) -> None:
+        """Wait until the step's record is durable: in a run that lies under the next forward, so the figure is an upper bound."""
+        session = self._session
+        if session.durability is Durability.NONE:
+            return
+        session.commit({})
+        while session.statistics.committed_steps < session.steps:
+            session.wait()  # raises what went wrong
+            time.sleep(_COMMIT_POLL_SECONDS)
+
+    def finish(self) -> Record:
+        """What the run took, and how fast one block is in its place."""
+        statistics = self._session.statistics
+        result = {"clip_rate": statistics.clip_rate, "host_peak_bytes": host_peak_bytes(), **self._gpu_peaks()}
+        self._resources.close()
+        training = self._task.training
+        rows, length = self._session.micro_batch_size, training.sequence_length
+        seconds = block_seconds(self._config, rows, length, device=self._device, dtype=self._dtype)
+        flops = TRAINING_TO_FORWARD * block_forward_flops(self._task.shape, rows, length)
+        return {**result, "micro_batch": rows, "block_peak_tflops": flops / seconds / 1e12}
+
+    def _gpu_peaks(self) -> Record:
+        """`gpu_peak_bytes`: what the allocator reserved at most, and CUDA's own; both None on a CPU."""
+        if self._device.type != "cuda":
+            return {"gpu_peak_bytes": None, "gpu_allocated_peak_bytes": None, "gpu_context_bytes": None}
+        context = self._gpu.context_bytes(self._device)
+        return {
+            "gpu_peak_bytes": torch.cuda.max_memory_reserved(self._device) + (context or 0),
+            "gpu_allocated_peak_bytes": torch.cuda.max_memory_allocated(self._device),
+            "gpu_context_bytes": context,
+        }
+
+    def _finish_device_work(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._resources.__exit__(kind, error, trace)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
