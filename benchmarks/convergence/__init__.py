@@ -1,0 +1,1 @@
+"""Does the engine learn what plain PyTorch learns? `python -m benchmarks.convergence`."""
