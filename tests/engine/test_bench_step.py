@@ -64,6 +64,7 @@ def test_files_durability_and_clipping_make_a_complete_document(tmp_path, monkey
     arguments = ["--shape", "tiny", "--batch", "2", "--sequence", "16", "--precision", "bf16", "--states", "8bit", "--device", "cpu"]
     arguments += ["--schedule", "optimized", "--states-tier", "ram", "--directory", str(tmp_path), "--durability", "step"]
     arguments += ["--clip", "global", "--max-norm", "0.001", "--micro-batch", "1", "--steps", "2", "--json", "--output", str(output)]
+    arguments += ["--trace", str(tmp_path / "trace.json")]
     command = [sys.executable, "-m", "lohan.cli", "bench", "step", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
@@ -82,6 +83,11 @@ def test_files_durability_and_clipping_make_a_complete_document(tmp_path, monkey
     assert {name: record[name] for name in expected} == expected
     assert record["bytes_written_per_step"] >= 6 * record["parameters"]
     assert 0 < record["host_peak_bytes"] <= record["plan_host_bytes"]
+    assert set(record["busy"]) == {"gpu", "m2g", "g2m", "ssd_read", "ssd_write", "cpu"}
+    assert all(0 <= share <= 1 for share in [*record["busy"].values(), *record["waits"].values()])
+    assert record["busy"]["gpu"] > 0
+    assert record["busy"]["ssd_write"] > 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert child_folders(tmp_path) == []
     assert str(tmp_path) not in done.stdout
     assert "optimized, step 2" in done.stderr

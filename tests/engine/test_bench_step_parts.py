@@ -24,7 +24,7 @@ from lohan.bench.step_options import SETTING_FIELDS, StateKind, StatesTier
 from lohan.bench.step_plans import file_bytes, fit_together, make_task
 from lohan.bench.step_shapes import SHAPES, Shape, ShapeName, block_forward_flops, forward_flops, step_flops
 from lohan.cli.bench import ExitCode, make_application
-from lohan.config import Durability, Precision
+from lohan.config import Durability, Precision, UpdateSchedule
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import GpuFacts, probe
 from lohan.hardware.transfers import Engine, TransferChoice, TransferSetting, save_choice
@@ -202,9 +202,10 @@ def test_appending_to_another_machines_results_is_refused(tmp_path):
 def test_the_table_has_a_row_for_each_setting(capsys):
     done = {"shape": "3.43b", "states_tier": "ram", "batch": 8, "schedule": "serial", "step_seconds": 2.5, "tflops": 97.4}
     done |= {"gpu_peak_bytes": 20 * GIB, "plan_gpu_bytes": 21 * GIB, "fraction_of_peak": 0.23}
+    done |= {"busy": {"gpu": 0.91, "ssd_read": 0.42}, "waits": {"wait for weights": 0.07}}
     show.print_step([done, {"system": "lohan", "shape": "6.7b", "batch": 8, "schedule": "naive", "skipped": "no room"}])
     shown = capsys.readouterr().out
-    for text in ("2.500", "97.4", "20.00 GiB", "23%", "skipped lohan 6.7b 8 naive: no room"):
+    for text in ("2.500", "97.4", "20.00 GiB", "23%", "91%", "42%", "7%", "ssd read", "skipped lohan 6.7b 8 naive: no room"):
         assert text in shown
 
 
@@ -226,6 +227,7 @@ def test_the_table_has_a_row_for_each_setting(capsys):
         ("--sequence 200000", "--sequence: Input should be less than or equal to 131072"),
         ("--max-norm 0", "--max-norm: Input should be greater than 0"),
         ("--device tpu", "--device: String should match pattern"),
+        ("--trace /nowhere/trace.json", "--trace: /nowhere/trace.json: No such file or directory"),
         ("--append", "--append: there is no file to append to"),
     ],
 )
@@ -254,6 +256,13 @@ def test_states_follow_the_precision(tmp_path):
     assert step_options(tmp_path).state_kind is StateKind.FP32
     assert step_options(tmp_path, precision=Precision.BF16).state_kind is StateKind.SPLIT
     assert step_options(tmp_path, states=StateKind.EIGHT_BIT).state_kind is StateKind.EIGHT_BIT
+
+
+def test_every_setting_has_a_trace_of_its_own(tmp_path):
+    options = step_options(tmp_path, trace=tmp_path / "trace.json", batches=(1, 2), schedules=(UpdateSchedule.SERIAL,))
+    assert [options.trace_path(setting).name for setting in options.settings] == ["trace-ram-1-serial.json", "trace-ram-2-serial.json"]
+    alone = step_options(tmp_path, trace=tmp_path / "trace.json", schedules=(UpdateSchedule.SERIAL,))
+    assert alone.trace_path(alone.settings[0]) == tmp_path / "trace.json"
 
 
 def test_only_directories_with_files_in_them_are_named_in_the_document(tmp_path, a_drive):

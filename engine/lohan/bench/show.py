@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lohan.bench.records import Record, Watcher
+from lohan.planning.operations import Resource
+from lohan.planning.step_trace import Wait
 from lohan.units import format_bytes, format_count
 
 _WIDTH_WITHOUT_TERMINAL = 160
@@ -134,7 +136,7 @@ def print_io(records: Sequence[Record]) -> None:
 
 
 def print_step(records: Sequence[Record]) -> None:
-    """One row a setting."""
+    """One row a setting; then how busy each resource was in the last step of each."""
     _print(
         records,
         "Training steps: medians; TFLOPS count three times the forward",
@@ -157,6 +159,13 @@ def print_step(records: Sequence[Record]) -> None:
             "mixed GB/s": ("disk_mixed_bytes_per_second", lambda rate: f"{rate / 1e9:.2f}"),
         },
     )
+    shares = [{**record, **record["busy"], **record["waits"]} for record in records if record.get("busy")]
+    if shares:
+        columns: dict[str, tuple[str, Callable[[Any], str]]] = {"tier": ("states_tier", str), "batch": ("batch", str)}
+        columns["schedule"] = ("schedule", str)
+        columns |= {str(resource).replace("_", " "): (str(resource), _percent) for resource in Resource}
+        columns |= {str(wait): (str(wait), _percent) for wait in Wait}
+        _print(shares, "The last step of each: for what part of it each resource was busy, and the device waited", columns)
 
 
 def _ratio(value: float) -> str:

@@ -143,7 +143,8 @@ def _run_in_turns(measured: Sequence[_Measurement], options: StepOptions, steps:
     with ExitStack() as stack:
         running: list[tuple[_Measurement, StepChild]] = []
         for measurement in measured:
-            child = stack.enter_context(StepChild(measurement.task))
+            last = measurement.task.model_copy(update={"trace_step": options.warmup + steps})
+            child = stack.enter_context(StepChild(last))
             running.append((measurement, child))
             measurement.attempt(partial(measurement.set_up, child, options, watcher))
         for turn in range(steps):
@@ -224,4 +225,7 @@ def _record(
         "bytes_written_per_step": written,
         "disk_bytes_per_second": (read + written) / step_seconds if read + written else None,
         "disk_mixed_bytes_per_second": mixed,
+        "kept_units": task.plan.kept_units,
+        "busy": results[-1]["busy"],
+        "waits": results[-1]["waits"],
     }

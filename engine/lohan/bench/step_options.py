@@ -67,6 +67,10 @@ class StepTask(BaseModel):
     plan: Plan
     folders: tuple[Path, ...] = ()
     """Empty folders of this setting alone."""
+    trace_step: int = 1
+    """Which step, counted from 1, is recorded: the last one."""
+    trace_path: Path | None = None
+    """Where the recorded step is written for ui.perfetto.dev."""
 
     @property
     def shape(self) -> Shape:
@@ -115,6 +119,8 @@ class StepOptions:
     steps: int = DEFAULT_STEPS
     warmup: int = DEFAULT_WARMUP
     rounds: int = 1
+    trace: Path | None = None
+    """Where a step of each setting is written for ui.perfetto.dev; with several settings their names are joined to it."""
 
     def __post_init__(self) -> None:
         if not self.batches or not self.schedules or not self.tiers:
@@ -173,6 +179,12 @@ class StepOptions:
     def named_directories(self, tier: StatesTier) -> tuple[Path, ...]:
         """Where the files of a tier lie."""
         return (self.tmpfs_directory,) if tier is StatesTier.TMPFS else self.directories
+
+    def trace_path(self, setting: StepSetting) -> Path | None:
+        """Of one setting."""
+        if self.trace is None or len(self.settings) == 1:
+            return self.trace
+        return self.trace.with_stem(f"{self.trace.stem}-{setting.tier}-{setting.batch}-{setting.schedule}")
 
     @property
     def used_directories(self) -> tuple[Path, ...]:

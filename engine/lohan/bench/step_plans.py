@@ -40,7 +40,15 @@ def make_task(options: StepOptions, setting: StepSetting, workload: Workload, ha
         plan = make_plan(workload, model_name=str(options.shape), training=training, engine=engine, hardware=facts)
     except CapacityError as error:
         raise _without_export(error, exported) if error.place == _SSD_SPACE else error from None
-    return StepTask(shape_name=options.shape, tier=setting.tier, states=options.state_kind, training=training, engine=engine, plan=plan)
+    return StepTask(
+        shape_name=options.shape,
+        tier=setting.tier,
+        states=options.state_kind,
+        training=training,
+        engine=engine,
+        plan=plan,
+        trace_path=options.trace_path(setting),
+    )
 
 
 def _facts(

@@ -27,6 +27,7 @@ from lohan.bench.step_shapes import TRAINING_TO_FORWARD, block_forward_flops
 from lohan.config import Durability, Precision
 from lohan.errors import EngineError, LohanError
 from lohan.streaming.device import resolve_device
+from lohan.streaming.trace import Trace, write_perfetto
 
 if TYPE_CHECKING:
     from lohan.bench.records import Record
@@ -99,6 +100,7 @@ class StepRun:
         self._generator = torch.Generator().manual_seed(1)
         self._resources = ExitStack()
         self._steps = 0
+        self._trace = Trace(first_step=task.trace_step, steps=1)
         if self._device.type == "cuda" and task.engine.gpu_memory_bytes is not None:
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, task.engine.gpu_memory_bytes / total), self._device)
@@ -129,6 +131,7 @@ class StepRun:
             weights=weights,
             plan=self._task.plan,
             threads=engine.threads,
+            trace=self._trace,
         )
 
     def step(self) -> Record:
@@ -175,13 +178,22 @@ class StepRun:
     def finish(self) -> Record:
         """What the run took, and how fast one block is in its place."""
         statistics = self._session.statistics
-        result = {"clip_rate": statistics.clip_rate, "host_peak_bytes": host_peak_bytes(), **self._gpu_peaks()}
+        result = {"clip_rate": statistics.clip_rate, "host_peak_bytes": host_peak_bytes(), **self._gpu_peaks(), **self._busy()}
         self._resources.close()
         training = self._task.training
         rows, length = self._session.micro_batch_size, training.sequence_length
         seconds = block_seconds(self._config, rows, length, device=self._device, dtype=self._dtype)
         flops = TRAINING_TO_FORWARD * block_forward_flops(self._task.shape, rows, length)
         return {**result, "micro_batch": rows, "block_peak_tflops": flops / seconds / 1e12}
+
+    def _busy(self) -> Record:
+        """Of the recorded step: in which part of it each resource was busy, and the device waited; `{}` twice where there is none."""
+        if self._task.trace_path is not None:
+            write_perfetto(self._trace, self._task.trace_path, self._session.unit_names)
+        for step in self._trace.steps:
+            busy = {str(resource): busy.seconds / step.seconds for resource, busy in step.busy().items()}
+            return {"busy": busy, "waits": {str(wait): seconds / step.seconds for wait, seconds in step.waits().items()}}
+        return {"busy": {}, "waits": {}}
 
     def _gpu_peaks(self) -> Record:
         """`gpu_peak_bytes`: what the allocator reserved at most, and CUDA's own; both None on a CPU."""

@@ -18,6 +18,7 @@ from lohan.cli.commands import print_error
 from lohan.config import Clip, Durability, Precision, UpdateSchedule
 from lohan.errors import ConfigError, LohanError
 from lohan.hardware.transfers import Engine, Operation
+from lohan.training.tracing import check_writable
 from lohan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ def step(
     rounds: Annotated[int, typer.Option(min=1, help="How often settings that do not fit together are set up.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or a GPU's UUID.")] = "auto",
     precision: Annotated[Precision, typer.Option(help="What the device computes in.")] = Precision.BF16,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write each setting's last step for ui.perfetto.dev; names are joined to FILE.")
+    ] = None,
     as_json: AsJson = False,
     output: Output = None,
     append: Annotated[
@@ -149,7 +153,10 @@ def step(
             steps=steps,
             warmup=warmup,
             rounds=rounds,
+            trace=None if trace is None else trace.absolute(),
         )
+        if trace is not None:
+            check_writable(trace)
         from lohan.bench.step import run
 
         _bench(
