@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,8 +17,9 @@ from lohan.planning.access import AccessOrder
 from lohan.planning.comparison import DifferenceKind, compare
 from lohan.planning.operations import Operation, OperationKind, Resource, UpdateSequence
 from lohan.planning.step_trace import Span, StepTrace, Wait, mean_busy
-from lohan.streaming import stages
+from lohan.streaming import chunk_pipeline, stages
 from lohan.streaming import trace as tracing
+from lohan.streaming.pending import PendingUpdates
 from lohan.streaming.trace import Trace, write_perfetto
 from tests.engine.reference import adamw, assert_bitwise_equal, make_batches, make_llama, open_session, train_streamed
 
@@ -240,11 +242,29 @@ def test_it_keeps_a_bounded_number_of_spans(tmp_path, monkeypatch):
     assert len(step.spans) <= 10 < trace.dropped_spans
 
 
-def test_waits_have_a_cause_and_are_not_busy(tmp_path):
-    """A slow optimizer is what the step's end waits for."""
-    _, steps = traced(make_llama(), tmp_path)
+def test_waits_have_a_cause_and_are_not_busy(tmp_path, monkeypatch):
+    """Updates that begin only once the step's end waits for them."""
+    waits = threading.Event()
+    wait_all, update = PendingUpdates.wait_all, chunk_pipeline.adamw_update
+
+    def noted_wait(pending):
+        waits.set()
+        wait_all(pending)
+        waits.clear()
+
+    def late_update(*arguments, **options):
+        assert waits.wait(60)
+        update(*arguments, **options)
+
+    monkeypatch.setattr(PendingUpdates, "wait_all", noted_wait)
+    monkeypatch.setattr(chunk_pipeline, "adamw_update", late_update)
+    monkeypatch.setattr(tracing, "_LEAST_WAIT_SECONDS", 0.0)
+    _, steps = traced(make_llama(), tmp_path, schedule="serial")
     for step in steps:
-        assert step.waits()[Wait.UPDATES] > 0
+        (wait,) = [span for span in step.spans if span.kind is Wait.UPDATES and span.unit is None]
+        updates = [span for span in step.spans if span.kind is OperationKind.UPDATE]
+        assert all(wait.start_seconds <= span.end_seconds <= wait.end_seconds for span in updates)
+        assert step.waits()[Wait.UPDATES] >= wait.end_seconds - wait.start_seconds > 0
         assert sum(busy.operations for busy in step.busy().values()) == sum(not isinstance(span.kind, Wait) for span in step.spans)
 
 
@@ -260,6 +280,80 @@ def test_it_belongs_to_one_session(tmp_path):
     train_streamed(make_llama(), make_batches(1), tmp_path / "first", trace=trace)
     with pytest.raises(EngineError, match="another session"):
         train_streamed(make_llama(), make_batches(1), tmp_path / "second", trace=trace)
+
+
+class FakeGpu:
+    """Two clocks that run alike, the GPU's 1000 seconds behind, and events between them. `stream` arguments are seconds of queued work."""
+
+    def __init__(self, latencies: list[float]) -> None:
+        self.now, self.latencies, self.broken = 5000.0, latencies, False
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def make_event(self, *, enable_timing: bool) -> FakeEvent:
+        assert enable_timing
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu, self.at = gpu, 0.0
+
+    def record(self, stream: float) -> None:
+        self.at = self._gpu.now - 1000 + stream
+
+    def synchronize(self) -> None:
+        """The host hears of it late, by one latency after the other."""
+        if self._gpu.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self._gpu.now += self._gpu.latencies.pop(0) if self._gpu.latencies else 0.0
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return (later.at - self.at) * 1000
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> FakeGpu:
+    gpu = FakeGpu(latencies=[3.0, 0.5, 0.125, 0.25, 1.0])
+    monkeypatch.setattr(torch.cuda, "Event", gpu.make_event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: 0.0)
+    monkeypatch.setattr(tracing, "time", gpu)
+    return gpu
+
+
+@pytest.fixture
+def fake_gpu(gpu) -> Trace:
+    """A trace of the first step on a GPU that is not there."""
+    trace = Trace(first_step=1, steps=1)
+    trace.attach(torch.device("cuda"))
+    trace.begin_step(1)
+    assert not gpu.latencies, "the quickest of five is the reference"
+    return trace
+
+
+def test_times_of_a_gpu_are_mapped_onto_the_hosts_clock(gpu, fake_gpu):
+    begun = gpu.now
+    fake_gpu.add(1, OperationKind.FORWARD, 3, fake_gpu.mark(1), fake_gpu.mark(1, 5.0), micro_batch=0)
+    fake_gpu.add(1, Wait.WEIGHTS, 3, fake_gpu.mark(1), fake_gpu.mark(1, 1e-6))
+    fake_gpu.add(1, Wait.UPDATES, None, fake_gpu.mark(1), fake_gpu.mark(1, 1.0))
+    fake_gpu.end_step()
+    (step,) = fake_gpu.steps
+    (block,) = [span for span in step.spans if span.kind is OperationKind.FORWARD]
+    # The middle of the quickest reference's latency is off by half of it.
+    assert block.start_seconds == pytest.approx(begun + 0.125 / 2)
+    assert block.end_seconds - block.start_seconds == pytest.approx(5.0)
+    assert [span.kind for span in step.spans if isinstance(span.kind, Wait)] == [Wait.UPDATES], "the other is no wait"
+
+
+def test_a_gpu_that_fails_costs_its_spans_and_no_more(gpu, fake_gpu):
+    fake_gpu.add(1, OperationKind.FORWARD, 0, fake_gpu.mark(1), fake_gpu.mark(1))
+    fake_gpu.add(1, OperationKind.UPDATE, 0, fake_gpu.host_mark(1), fake_gpu.host_mark(1), chunk=0)
+    fake_gpu.end_step()
+    gpu.broken = True
+    (step,) = fake_gpu.steps
+    assert [span.kind for span in step.spans] == [OperationKind.UPDATE]
+    assert fake_gpu.dropped_spans == 1
 
 
 # ---------------------------------------------------------------- what is made of it
