@@ -65,8 +65,9 @@ test-native-soak: setup  ## Run a million small file operations on each engine: 
 test-parity: setup  ## Compare the engine with plain PyTorch, step by step
 	@$(PYTEST) tests/engine -k parity
 
-test-crash: setup  ## Kill trainers at random instants and at every boundary of a step (N=how many, SEED=which instants)
-	@LOHAN_CRASH_KILLS=$(or $(N),100) $(if $(SEED),LOHAN_CRASH_SEED=$(SEED)) $(PYTEST) tests/engine/test_crash.py
+test-crash: setup  ## Kill trainers at random instants and every boundary of a step, cut the power, fail transfers (N=how many, SEED=which instants)
+	@LOHAN_CRASH_KILLS=$(or $(N),100) $(if $(SEED),LOHAN_CRASH_SEED=$(SEED)) $(PYTEST) tests/engine/test_crash.py tests/engine/test_crash_power_cut.py \
+		tests/engine/test_states_power_cut.py tests/engine/test_states_durability.py tests/engine/test_states_snapshots.py
 
 test-engine: setup  ## Run the engine's tests
 	@$(PYTEST) tests/engine

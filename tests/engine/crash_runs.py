@@ -92,9 +92,10 @@ class References:
         return self._done[form]
 
 
-def last_words(log: Path) -> str:
+def last_words(log: Path, config: RunConfig | None = None) -> str:
     """The end of what the trainers of a run said, for a message."""
-    return f"seed {SEED}: {log.with_suffix('.output').read_text()[-4000:]}"
+    exits = events_of(config, EventType.EXIT) if config is not None else []
+    return f"seed {SEED}: {exits} {log.with_suffix('.output').read_text()[-4000:]}"
 
 
 def is_done(config: RunConfig) -> bool:

@@ -175,12 +175,14 @@ def train_streamed(
     make_scheduler: MakeScheduler | None = None,
     on_step: Callable[[int, nn.Module], None] | None = None,
     accumulation: int = 1,
+    commit_every: int = 0,
     seed: int = 7,
     **options: Any,
 ) -> Outcome:
     """The same through the engine. Two micro-batches, small chunks, 3 slots and the CPU, unless `options` say otherwise.
 
-    With `accumulation` the tokens of a whole step are what every batch's summed loss is divided by.
+    With `accumulation` the tokens of a whole step are what every batch's summed loss is divided by. Every `commit_every`th step is
+    committed; 0 leaves that to the engine.
     """
     before = weights_of(model)
     optimizer = make_optimizer(model)
@@ -204,6 +206,8 @@ def train_streamed(
                 scheduler.step()
             losses.append(loss.item())
             session.wait()
+            if commit_every and (step + 1) % commit_every == 0:
+                session.commit({"step": step + 1})
             norms.append(session.statistics.last_step.squared_gradient_norm)
         after = {name: tensor.float() for name, tensor in session.named_weights()}
     return Outcome(losses, before, after, norms)

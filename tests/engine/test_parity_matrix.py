@@ -1,9 +1,15 @@
-"""Schedules x placements of the states, for each clipping, accumulation, tying and precision: one result, and that of plain PyTorch."""
+"""Schedules x placements x durabilities of the states, for each clipping, accumulation, tying and precision: one result, and that of plain
+PyTorch. On a GPU in the debug mode that fills released slots with NaN and delays the copy streams."""
 
 from __future__ import annotations
 
+import os
 import statistics
+from itertools import cycle
 from typing import Any
+
+# For determinism on a GPU; read by cuBLAS when it is first used.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
@@ -22,35 +28,52 @@ from tests.engine.reference import (
 
 STEPS = 4
 STATE_BYTES = 12 * 140_000
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PLACEMENTS = {"ssd": 0, "half": STATE_BYTES // 2, "ram": 4 * STATE_BYTES}
 
 
 @pytest.fixture(autouse=True)
 def _deterministic():
-    torch.use_deterministic_algorithms(True)
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     yield
     torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
+def variants_of(device: str) -> list[dict[str, Any]]:
+    """Every schedule in every placement, and every durability in every placement with one schedule after the other."""
+    none = [{"schedule": schedule, "ram_state_bytes": ram_bytes} for schedule in UpdateSchedule for ram_bytes in PLACEMENTS.values()]
+    schedules = cycle(UpdateSchedule)
+    durable = [
+        {"durability": durability, "ram_state_bytes": ram_bytes, "schedule": next(schedules), "commit_every": 2}
+        for durability in (Durability.STEP, Durability.SNAPSHOT)
+        for ram_bytes in PLACEMENTS.values()
+    ]
+    debug = {"unsafe_filesystems": UnsafeFilesystems.ALLOW, "device": device}
+    if device == "cuda":
+        return [{**variant, **debug, "debug": DebugMode.NAN_FILL} for variant in none + durable]
+    return [{**variant, **debug} for variant in none + durable] + [{**durable[0], **debug, "debug": DebugMode.NAN_FILL}]
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")  # of a GPU's kernels; the comparison itself is what counts
 @pytest.mark.parametrize("clip", ["none", "global"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("precision", Precision)
-def test_parity_of_all_schedules_and_placements(precision, tied, accumulation, clip, tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_parity_of_all_schedules_placements_and_durabilities(device, precision, tied, accumulation, clip, tmp_path):
     batches = make_batches(STEPS * accumulation, padded=True)
     train = train_plain if precision is Precision.FP32 else train_plain_bf16
-    plain = train(make_llama(tied=tied), batches, accumulation=accumulation)
+    plain = train(make_llama(tied=tied).to(device), batches, accumulation=accumulation)
     options: dict[str, Any] = {"precision": precision, "accumulation": accumulation}
     if clip == "global":
         limit = statistics.median(squared**0.5 for squared in plain.squared_norms)
-        plain = train(make_llama(tied=tied), batches, accumulation=accumulation, max_gradient_norm=limit)
+        plain = train(make_llama(tied=tied).to(device), batches, accumulation=accumulation, max_gradient_norm=limit)
         assert 0 < sum(squared**0.5 > limit for squared in plain.squared_norms) < STEPS, "both sides of the limit are needed"
         options |= {"clip": clip, "max_gradient_norm": limit}
-    variants: list[dict[str, Any]] = [
-        {"schedule": schedule, "ram_state_bytes": ram_bytes} for schedule in UpdateSchedule for ram_bytes in PLACEMENTS.values()
-    ]
-    durable = {"durability": Durability.STEP, "unsafe_filesystems": UnsafeFilesystems.ALLOW}
-    variants += [{**durable, "ram_state_bytes": PLACEMENTS["half"]}, {**durable, "schedule": "naive", "debug": DebugMode.NAN_FILL}]
+    variants = variants_of(device)
     first, *others = (
         train_streamed(make_llama(tied=tied), batches, tmp_path / str(number), **options, **variant)
         for number, variant in enumerate(variants)

@@ -224,7 +224,7 @@ def test_what_waits_for_a_commit_hears_of_its_failure(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------- failing operations
-@pytest.mark.parametrize("ram_bytes", [0, HALF_IN_RAM], ids=["ssd", "half"])
+@pytest.mark.parametrize("ram_bytes", [0, HALF_IN_RAM, ALL_IN_RAM], ids=["ssd", "half", "ram"])
 @pytest.mark.parametrize("error_number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 def test_every_transfer_of_a_step_may_fail(ram_bytes, error_number, expected, tmp_path):
     for nth in range(1, 1000):
@@ -251,11 +251,12 @@ def test_every_transfer_of_a_step_may_fail(ram_bytes, error_number, expected, tm
     pytest.fail("there is no end of operations")
 
 
-def test_short_transfers_change_nothing(expected, tmp_path):
+@pytest.mark.parametrize("ram_bytes", [0, HALF_IN_RAM, ALL_IN_RAM], ids=["ssd", "half", "ram"])
+def test_short_transfers_change_nothing(ram_bytes, expected, tmp_path):
     faults = FaultPlan()
     for nth in range(1, 100, 3):  # the rest of a transfer counts as an operation of its own
         faults.shorten(nth, 512)
-    with opened([tmp_path], faults=faults) as states:
+    with opened([tmp_path], ram_bytes=ram_bytes, faults=faults) as states:
         make_step(states, 1)
     assert faults.struck
     with opened([tmp_path], resume=True) as states:

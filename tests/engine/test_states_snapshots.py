@@ -185,11 +185,12 @@ def test_every_transfer_up_to_the_next_snapshot_may_fail(ram_bytes, error_number
     pytest.fail("there is no end of operations")
 
 
-def test_short_writes_of_a_snapshot_change_nothing(expected, tmp_path):
+@pytest.mark.parametrize("ram_bytes", PLACES.values(), ids=PLACES)
+def test_short_transfers_of_a_snapshot_change_nothing(ram_bytes, expected, tmp_path):
     faults = FaultPlan()
     for nth in range(1, 200, 3):
         faults.shorten(nth, 512)
-    with opened([tmp_path], ram_bytes=PLACES["half"], faults=faults, **SNAPSHOT) as states:
+    with opened([tmp_path], ram_bytes=ram_bytes, faults=faults, **SNAPSHOT) as states:
         go_to(states, 1, 2)
         states.commit(2, {})
     assert faults.struck
