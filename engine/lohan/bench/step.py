@@ -143,8 +143,8 @@ def _run_in_turns(measured: Sequence[_Measurement], options: StepOptions, steps:
     with ExitStack() as stack:
         running: list[tuple[_Measurement, StepChild]] = []
         for measurement in measured:
-            last = measurement.task.model_copy(update={"trace_step": options.warmup + steps})
-            child = stack.enter_context(StepChild(last))
+            task = measurement.task.model_copy(update={"warmup": options.warmup, "steps": steps})
+            child = stack.enter_context(StepChild(task))
             running.append((measurement, child))
             measurement.attempt(partial(measurement.set_up, child, options, watcher))
         for turn in range(steps):

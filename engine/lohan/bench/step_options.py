@@ -67,8 +67,10 @@ class StepTask(BaseModel):
     plan: Plan
     folders: tuple[Path, ...] = ()
     """Empty folders of this setting alone."""
-    trace_step: int = 1
-    """Which step, counted from 1, is recorded: the last one."""
+    warmup: int = 0
+    """The first steps, during which no other setting's process comes or goes."""
+    steps: int = 1
+    """Those after them; the last one is recorded."""
     trace_path: Path | None = None
     """Where the recorded step is written for ui.perfetto.dev."""
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Answer = Callable[[Any], None]
 
 _MAX_REASON_CHARACTERS: Final = 500
-_COMMIT_POLL_SECONDS: Final = 0.001
 
 
 def main() -> int:
@@ -100,7 +99,7 @@ class StepRun:
         self._generator = torch.Generator().manual_seed(1)
         self._resources = ExitStack()
         self._steps = 0
-        self._trace = Trace(first_step=task.trace_step, steps=1)
+        self._trace = Trace(first_step=task.warmup + task.steps, steps=1)
         if self._device.type == "cuda" and task.engine.gpu_memory_bytes is not None:
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, task.engine.gpu_memory_bytes / total), self._device)
@@ -108,8 +107,9 @@ class StepRun:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=task.training.learning_rate)
         with PooledWeights(self._model, self._dtype) as weights:
             self._session = self._resources.enter_context(self._open(weights))
-        self._before = self._session.statistics
         self.setup_seconds = time.perf_counter() - begin
+        self._context_bytes: int | None = None
+        self._look_at_gpu()
 
     def _open(self, weights: PooledWeights) -> lohan.Session:
         training, engine = self._task.training, self._task.engine
@@ -135,7 +135,8 @@ class StepRun:
         )
 
     def step(self) -> Record:
-        """One step on new random tokens: `seconds` from the forward's begin until every unit is updated and, with durability, committed.
+        """One step on new random tokens: `seconds` from the forward's begin until every unit is updated and, with durability `step`,
+        the step is committed.
 
         Raises:
             EngineError: it is not a step to be timed: the loss is not finite, or a background stage failed.
@@ -149,11 +150,14 @@ class StepRun:
         loss = self._model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         self._optimizer.step()
+        if session.durability is Durability.STEP:
+            # In a run the record is written under the next forward, so that the figure is an upper bound.
+            session.commit({})
         session.wait()
-        self._commit()
         self._finish_device_work()
         seconds = time.perf_counter() - begin
         self._steps += 1
+        self._look_at_gpu()
         after = session.statistics
         value = float(loss.detach())
         if value != value or after.skipped_steps:
@@ -164,16 +168,6 @@ class StepRun:
             "bytes_read": after.bytes_read - before.bytes_read,
             "bytes_written": after.bytes_written - before.bytes_written,
         }
-
-    def _commit(self) -> None:
-        """Wait until the step's record is durable: in a run that lies under the next forward, so the figure is an upper bound."""
-        session = self._session
-        if session.durability is Durability.NONE:
-            return
-        session.commit({})
-        while session.statistics.committed_steps < session.steps:
-            session.wait()  # raises what went wrong
-            time.sleep(_COMMIT_POLL_SECONDS)
 
     def finish(self) -> Record:
         """What the run took, and how fast one block is in its place."""
@@ -199,12 +193,16 @@ class StepRun:
         """`gpu_peak_bytes`: what the allocator reserved at most, and CUDA's own; both None on a CPU."""
         if self._device.type != "cuda":
             return {"gpu_peak_bytes": None, "gpu_allocated_peak_bytes": None, "gpu_context_bytes": None}
-        context = self._gpu.context_bytes(self._device)
         return {
-            "gpu_peak_bytes": torch.cuda.max_memory_reserved(self._device) + (context or 0),
+            "gpu_peak_bytes": torch.cuda.max_memory_reserved(self._device) + (self._context_bytes or 0),
             "gpu_allocated_peak_bytes": torch.cuda.max_memory_allocated(self._device),
-            "gpu_context_bytes": context,
+            "gpu_context_bytes": self._context_bytes,
         }
+
+    def _look_at_gpu(self) -> None:
+        """When the warm-up is over: all kernels are loaded then, and other processes on the GPU have not moved since this one began."""
+        if self._device.type == "cuda" and self._steps == self._task.warmup:
+            self._context_bytes = self._gpu.context_bytes(self._device)
 
     def _finish_device_work(self) -> None:
         if self._device.type == "cuda":
