@@ -81,6 +81,18 @@ class UpdateSchedule(StrEnum):
     """As a unit's gradients arrive; the next chunk is read and the previous one written while one is updated."""
 
 
+class UnitGrain(StrEnum):
+    """What a block moves as: whole, or module by module."""
+
+    AUTO = "auto"
+    """The plan chooses: `block` where that fits."""
+    BLOCK = "block"
+    """A transformer block is one unit."""
+    MODULE = "module"
+    """Attention and MLP are units of their own: slots and gradient buffers are as large as the larger of them, and the inputs of both are
+    kept from forward to backward."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -133,6 +145,9 @@ class EngineSection(_Section):
     """`auto` takes the first GPU, or the CPU where there is none; GPU UUIDs are accepted."""
     micro_batch_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Rows of the batch that run through a block at once; None lets the plan choose."""
+    grain: UnitGrain = UnitGrain.AUTO
+    """`block` moves transformer blocks whole, `module` attention and MLP one by one, for blocks that are too large for the GPU; `auto`
+    takes modules where blocks do not fit. A run is resumed with the grain it began with."""
     state_directories: tuple[Path, ...] = ()
     """Where master weights and moments live, one folder per drive; none means `states/` in the run's folder."""
     states: States = States.AUTO

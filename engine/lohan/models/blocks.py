@@ -3,6 +3,9 @@
 A model is cut at its largest homogeneous `nn.ModuleList`: each of its modules is a block. The modules beside the list are *root
 modules*: those registered before it make the embedding unit, those after it the head unit. A root module that shares a weight with
 the embedding (a tied output projection) belongs to the embedding unit, so that every parameter has exactly one home.
+
+A block is one unit, or, where it is too large for that, one for each of its children that have matrices (attention, MLP). Children without
+(norms) go with these, the first with the first: that is what pre-norm models such as Llama run them before.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lohan.config import UnitGrain
 from lohan.errors import ModelError
 from lohan.planning.workload import UnitKind
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from lohan.planning.workload import UnitWorkload, Workload
+    from lohan.planning.workload import ModuleWorkload, UnitWorkload, Workload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +47,10 @@ class UnitParameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Parameters that move together, and the modules whose `forward` needs them (qualified name, module)."""
+    """Parameters that move together, and the modules whose `forward` needs them (qualified name, module).
+
+    Of a unit of kind MODULE the first is the one that has matrices.
+    """
 
     name: str
     kind: UnitKind
@@ -58,11 +65,17 @@ class _Draft:
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
 
 
-def find_units(model: nn.Module) -> list[Unit]:
-    """The units of `model` in forward order: embedding, blocks, head. Works on meta, placeholder and real parameters alike.
+def find_units(model: nn.Module, grain: UnitGrain = UnitGrain.BLOCK) -> list[Unit]:
+    """The units of `model` in forward order: embedding, blocks or their modules, head.
+
+    Works on meta, placeholder and real parameters alike.
+
+    Args:
+        grain: BLOCK or MODULE.
 
     Raises:
-        ModelError: there is no list of blocks, a parameter lies outside embedding, blocks and head, or blocks share parameters.
+        ModelError: there is no list of blocks, a parameter lies outside embedding, blocks and head, blocks share parameters, or a block is
+            to be cut and cannot be.
     """
     list_name, blocks = _block_list(model)
     embedding = _Draft("embedding", UnitKind.EMBEDDING)
@@ -75,7 +88,8 @@ def find_units(model: nn.Module) -> list[Unit]:
     for index, block in enumerate(blocks):
         if id(block) not in seen:
             seen.add(id(block))
-            drafts.append(_Draft(f"{list_name}.{index}", UnitKind.BLOCK, [(f"{list_name}.{index}", block)]))
+            name = f"{list_name}.{index}"
+            drafts += _cut(name, block) if grain is UnitGrain.MODULE else [_Draft(name, UnitKind.BLOCK, [(name, block)])]
     drafts.append(head)
     return _collect(model, drafts)
 
@@ -130,6 +144,31 @@ def _outside(name: str) -> ModelError:
         place=name,
         remedy="Use a decoder-only model whose parameters all belong to its embedding, its list of blocks or its output head.",
     )
+
+
+def _cut(name: str, block: nn.Module) -> list[_Draft]:
+    """One unit for each child of `block` that has matrices; the block's own forward, which runs around them, needs no weights."""
+    from torch import nn
+
+    children = [(f"{name}.{child_name}", child) for child_name, child in block.named_children() if any(True for _ in child.parameters())]
+    own = [f"{name}.{attribute}" for attribute, _ in block.named_parameters(recurse=False)]
+    containers = [child_name for child_name, child in children if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    drafts = [
+        _Draft(child_name, UnitKind.MODULE, [(child_name, child)])
+        for child_name, child in children
+        if any(parameter.dim() > 1 for parameter in child.parameters())
+    ]
+    if own or containers or not drafts:
+        raise ModelError(
+            f"{name} cannot be cut into modules: "
+            + (f"its own forward uses {', '.join([*own, *containers])}" if own or containers else "none of its modules has a matrix"),
+            place=name,
+            remedy='Use engine.grain = "block".',
+        )
+    whole = {draft.name for draft in drafts}
+    for position, entry in enumerate(entry for entry in children if entry[0] not in whole):
+        drafts[min(position, len(drafts) - 1)].modules.append(entry)
+    return drafts
 
 
 def _move_tied(embedding: _Draft, head: _Draft) -> None:
@@ -194,6 +233,26 @@ def trace_workload(config: Any) -> Workload:
         context_length=text.max_position_embeddings,
         tied_embeddings=any(len(entry.names) > 1 for entry in units[0].parameters),
         block_saved_elements_per_token=saved_elements_per_token(module, text.hidden_size, rotary),
+        modules=_trace_modules(model, module, text.hidden_size, rotary),
+    )
+
+
+def _trace_modules(model: nn.Module, block: nn.Module, hidden_size: int, rotary: nn.Module | None) -> ModuleWorkload | None:
+    """What the model asks for where its blocks are cut; None where they cannot be."""
+    from lohan.models.trace import trace_parts
+    from lohan.planning.workload import ModuleWorkload
+
+    try:
+        units = find_units(model, UnitGrain.MODULE)
+    except ModelError:
+        return None
+    inside = set(block.modules())
+    parts = [[module for _, module in unit.modules] for unit in units if unit.modules[0][1] in inside]
+    trace = trace_parts(block, parts, hidden_size, rotary)
+    return ModuleWorkload(
+        units=tuple(_unit_workload(unit) for unit in units),
+        saved_elements_per_token=max(trace.saved_elements_per_token),
+        boundaries_per_block=trace.boundaries,
     )
 
 

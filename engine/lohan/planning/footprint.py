@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lohan.config import Durability, EngineSection, Precision
+from lohan.config import Durability, EngineSection, Precision, UnitGrain
 from lohan.planning.plan import PlanItem
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.slots import WORKING_SLOTS, SlotSizes, size_slots
@@ -43,8 +43,9 @@ class Sizes:
     backward: tuple[int, ...]
     """The units whose weights a backward reads, by index, in its order."""
     largest_unit: int
-    largest_block: int
-    blocks: int
+    boundaries: int
+    joined: int
+    """Tensors of the whole batch that exist while micro-batches are split and joined."""
     open_gradients: int
     hidden: int
     vocabulary: int
@@ -52,30 +53,40 @@ class Sizes:
     itemsize: int
 
 
-def measure(workload: Workload, precision: Precision) -> Sizes:
-    """The sizes of `workload` in the precision it is trained in."""
-    blocks = [unit.parameters for unit in workload.units if unit.kind is UnitKind.BLOCK]
-    largest, largest_block = max(unit.parameters for unit in workload.units), max(blocks)
+def measure(workload: Workload, precision: Precision, grain: UnitGrain = UnitGrain.BLOCK) -> Sizes:
+    """The sizes of `workload` in the precision it is trained in.
+
+    Args:
+        grain: BLOCK, or MODULE where the workload has modules.
+    """
+    blocks = sum(unit.kind is UnitKind.BLOCK for unit in workload.units)
+    units, saved, per_block = workload.units, workload.block_saved_elements_per_token, 1
+    if grain is UnitGrain.MODULE:
+        assert workload.modules is not None, "the caller has looked"
+        units, saved = workload.modules.units, workload.modules.saved_elements_per_token
+        per_block = workload.modules.boundaries_per_block
+    largest = max(unit.parameters for unit in units)
+    inside = max(unit.parameters for unit in units if unit.kind in (UnitKind.BLOCK, UnitKind.MODULE))
     return Sizes(
         parameters=workload.parameters,
-        units=tuple(unit.slot_elements for unit in workload.units),
-        backward=_backward_order(workload),
+        units=tuple(unit.slot_elements for unit in units),
+        backward=_backward_order(len(units), tied=workload.tied_embeddings),
         largest_unit=largest,
-        largest_block=largest_block,
-        blocks=len(blocks),
+        boundaries=blocks * per_block + 1,
+        joined=4 if grain is UnitGrain.BLOCK else 5,  # around a module there is also the gradient that goes past it
         # A tied embedding collects gradients from the head at the start of the backward to the embedding at its end.
-        open_gradients=largest + largest_block if workload.tied_embeddings else largest,
+        open_gradients=largest + inside if workload.tied_embeddings else largest,
         hidden=workload.hidden_size,
         vocabulary=workload.vocabulary_size,
-        saved_per_token=workload.block_saved_elements_per_token,
+        saved_per_token=saved,
         itemsize=2 if precision is Precision.BF16 else 4,
     )
 
 
-def _backward_order(workload: Workload) -> tuple[int, ...]:
+def _backward_order(units: int, *, tied: bool) -> tuple[int, ...]:
     """As `lohan.streaming.installation.access_order` has it: a tied embedding comes first, one of its own is not read."""
-    blocks = tuple(range(len(workload.units) - 1, 0, -1))
-    return (0, *blocks) if workload.tied_embeddings else blocks
+    others = tuple(range(units - 1, 0, -1))
+    return (0, *others) if tied else others
 
 
 def slot_sizes(sizes: Sizes, kept_units: int) -> SlotSizes:
@@ -115,13 +126,13 @@ def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int, kept_u
         ),
         PlanItem(
             name="boundary activations",
-            bytes=batch * length * sizes.hidden * (sizes.blocks + 1) * item,
-            formula=f"{batch} rows x {length} tokens x {sizes.hidden} hidden x {sizes.blocks + 1} boundaries x {width}",
+            bytes=batch * length * sizes.hidden * sizes.boundaries * item,
+            formula=f"{batch} rows x {length} tokens x {sizes.hidden} hidden x {sizes.boundaries} boundaries x {width}",
         ),
         PlanItem(
             name="joining of micro-batches",
-            bytes=4 * batch * length * sizes.hidden * item,
-            formula=f"4 x {batch} rows x {length} tokens x {sizes.hidden} hidden x {width} (outputs and their gradients)",
+            bytes=sizes.joined * batch * length * sizes.hidden * item,
+            formula=f"{sizes.joined} x {batch} rows x {length} tokens x {sizes.hidden} hidden x {width} (outputs and their gradients)",
         ),
         PlanItem(
             name="block working set",

@@ -112,6 +112,8 @@ class Recompute(StrEnum):
     """Dropped in the forward, computed again in the backward."""
     NONE_SAVED = "none_saved"
     """Kept: only for modules that save no activations and do not read their weights in the backward (`nn.Embedding`)."""
+    ELSEWHERE = "elsewhere"
+    """Dropped, and the region with them: a region of the same unit computes the module once more as its own beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +269,8 @@ class _Step:
             slot = self._use(visit.unit, Phase.FORWARD)
             for region in regions:
                 self._compute(OperationKind.FORWARD, visit.unit, region, slot)
-        backward = list(zip(shape.visits, numbers, strict=True))[first_with_backward(shape.visits, trainable) :]
+        reached = list(zip(shape.visits, numbers, strict=True))[first_with_backward(shape.visits, trainable) :]
+        backward = [(visit, regions) for visit, regions in reached if visit.recompute is not Recompute.ELSEWHERE]
         while backward:
             visit, regions = backward.pop()
             reads_weights = visit.recompute is Recompute.ALL

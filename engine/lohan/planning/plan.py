@@ -61,6 +61,8 @@ class Plan(BaseModel):
     batch_size: int
     micro_batch_size: int
     sequence_length: int
+    grain: str = "block"
+    """What a block moves as: `block` (whole) or `module`."""
     slots: int
     """Parameter slots on the device that units pass through."""
     kept_units: int = 0

@@ -1,8 +1,8 @@
 """Divides a run's bytes over GPU memory, RAM and SSD, before anything is loaded. Pure arithmetic: no torch, milliseconds.
 
 In this version every block's inner activations are recomputed, and states lie on SSD but for what `engine.ram_state_bytes` takes. What is
-chosen is the micro-batch, the largest that fits, and then how many units keep their weights on the GPU from forward to backward: as many
-as what is left holds. The figures come from `lohan.planning.footprint`.
+chosen is whether blocks move whole or module by module; the micro-batch, the largest that fits; and how many units keep their weights on
+the GPU from forward to backward: as many as what is left holds. The figures come from `lohan.planning.footprint`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 
-from lohan.config import Clip, Durability, EngineSection, Precision, TrainingSection, UnsafeFilesystems
+from lohan.config import Clip, Durability, EngineSection, Precision, TrainingSection, UnitGrain, UnsafeFilesystems
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import GpuFacts, HardwareFacts
 from lohan.planning.filesystems import REMEDY as FILESYSTEM_REMEDY
@@ -73,7 +73,8 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         )
     _check_filesystems(engine, hardware)
     gpu = _choose_gpu(engine, hardware)
-    sizes = measure(workload, training.precision)
+    grain = _choose_grain(workload, training, engine, hardware, gpu)
+    sizes = measure(workload, training.precision, grain)
     micro_batch = _choose_micro_batch(sizes, training, engine, hardware, gpu)
     kept_units = _choose_kept_units(sizes, training, engine, hardware, gpu, micro_batch)
     gpu_plan, ram_plan = _memory(sizes, training, engine, hardware, gpu, micro_batch, kept_units)
@@ -83,6 +84,7 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         raise _capacity_error("SSD space", ssd_plan, _space_remedy(placement))
     notes = [
         _micro_batch_note(engine, training, micro_batch),
+        *_grain_notes(engine, grain),
         *_kept_notes(sizes, kept_units),
         *_state_notes(placement),
         *_resume_notes(placement, training, engine),
@@ -102,6 +104,7 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         batch_size=training.batch_size,
         micro_batch_size=micro_batch,
         sequence_length=training.sequence_length,
+        grain=str(grain),
         slots=WORKING_SLOTS,
         kept_units=kept_units,
         schedule=str(engine.schedule),
@@ -127,6 +130,30 @@ def _choose_gpu(engine: EngineSection, hardware: HardwareFacts) -> GpuFacts | No
     raise ConfigError(
         f"engine.device is {engine.device!r}; usable GPUs: {there}", place="engine.device", remedy="Use auto, cpu, or one of these."
     )
+
+
+def _choose_grain(
+    workload: Workload, training: TrainingSection, engine: EngineSection, hardware: HardwareFacts, gpu: GpuFacts | None
+) -> UnitGrain:
+    """The grain that was asked for; else blocks where one row at a time fits then, or does not with modules either, else modules.
+
+    Modules need smaller slots and buffers, but more tensors are kept between regions: a large batch may need less memory with blocks.
+    """
+    if engine.grain is UnitGrain.MODULE and workload.modules is None:
+        raise ConfigError(
+            "the blocks of this model cannot be cut into modules, or it was registered before they could",
+            place="engine.grain",
+            remedy='Use "block", or register the model again.',
+        )
+    if engine.grain is not UnitGrain.AUTO:
+        return engine.grain
+
+    def shortage_bytes(grain: UnitGrain) -> int:
+        plans = _memory(measure(workload, training.precision, grain), training, engine, hardware, gpu, micro_batch=1, kept_units=0)
+        return sum(max(0, plan.used_bytes - plan.capacity_bytes) for plan in plans)
+
+    block = shortage_bytes(UnitGrain.BLOCK)
+    return UnitGrain.MODULE if block and workload.modules and shortage_bytes(UnitGrain.MODULE) < block else UnitGrain.BLOCK
 
 
 def _choose_micro_batch(
@@ -236,6 +263,13 @@ def _micro_batch_note(engine: EngineSection, training: TrainingSection, micro_ba
     if micro_batch == training.batch_size:
         return "The whole batch runs through a block at once."
     return f"A micro-batch of {micro_batch} is the largest that fits."
+
+
+def _grain_notes(engine: EngineSection, grain: UnitGrain) -> list[str]:
+    if grain is UnitGrain.BLOCK:
+        return []
+    why = "as was asked for" if engine.grain is UnitGrain.MODULE else "since whole blocks do not fit"
+    return [f"Attention and MLP of each block move one by one, {why}."]
 
 
 def _kept_notes(sizes: Sizes, kept_units: int) -> list[str]:

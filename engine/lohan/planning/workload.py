@@ -19,6 +19,8 @@ class UnitKind(StrEnum):
     EMBEDDING = "embedding"
     """The input embedding; with tied weights it is the head's matrix too."""
     BLOCK = "block"
+    MODULE = "module"
+    """A part of a block, where blocks are cut into their modules."""
     HEAD = "head"
     """Final norm and output projection (the norm alone where the projection is tied)."""
 
@@ -39,6 +41,18 @@ class UnitWorkload(BaseModel):
         return self.elements or self.parameters
 
 
+class ModuleWorkload(BaseModel):
+    """The model cut at its blocks' modules."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    units: tuple[UnitWorkload, ...]
+    saved_elements_per_token: Annotated[int, Field(ge=1)]
+    """Of the part of a block that saves most while it is recomputed."""
+    boundaries_per_block: Annotated[int, Field(ge=1)]
+    """Inputs of regions, each as large as the block's input."""
+
+
 class Workload(BaseModel):
     """A model's needs. Sizes are in elements; bytes follow from the precision a plan chooses."""
 
@@ -54,6 +68,8 @@ class Workload(BaseModel):
     tied_embeddings: bool
     block_saved_elements_per_token: Annotated[int, Field(ge=1)]
     """Elements autograd saves for one token while one block is recomputed: the peak between two boundaries."""
+    modules: ModuleWorkload | None = None
+    """None where the blocks cannot be cut, and in workloads that were traced before they could."""
 
     @property
     def parameters(self) -> int:

@@ -21,6 +21,7 @@ import torch
 
 from lohan._native import ThreadPool, checksum
 from lohan.errors import EngineError, ResumeError, StorageError
+from lohan.planning.workload import UnitKind
 from lohan.states.preflight import sync
 from lohan.states.slots import Part
 from lohan.states.streams import Stream
@@ -57,17 +58,22 @@ class Fingerprint:
     """SHA-256 of how units are cut into chunks."""
     form: str
     directories: int
+    grain: str = "block"
+    """What a block moves as: `block` or `module`."""
 
     @classmethod
     def of(cls, layouts: Sequence[UnitLayout], form: StateForm, directories: int) -> Fingerprint:
         parameters = [[unit.name, [[place.name, place.shape, place.trainable] for place in unit.parameters]] for unit in layouts]
         chunks = [[[chunk.offset, chunk.length] for chunk in unit.chunks] for unit in layouts]
-        return cls(_digest(parameters), _digest(chunks), str(form), directories)
+        grain = "module" if any(unit.kind is UnitKind.MODULE for unit in layouts) else "block"
+        return cls(_digest(parameters), _digest(chunks), str(form), directories, grain)
 
     def differences(self, other: Fingerprint) -> str:
         """What `other` has that this one has not, in words; empty where they are alike."""
         found = []
-        if self.model != other.model:
+        if self.grain != other.grain:
+            found.append(f'engine.grain "{other.grain}" instead of "{self.grain}"')
+        elif self.model != other.model:
             found.append("another model, or other parameters of it trained")
         elif self.chunks != other.chunks:
             found.append("chunks of another size")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,27 +33,32 @@ CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past")
 class BlockForward:
     """Takes the place of a block's `forward`."""
 
+    _hidden_names: Sequence[str] = (HIDDEN_STATES,)
+
     def __init__(self, runner: RegionRunner, unit: UnitRuntime, name: str, block: nn.Module) -> None:
         self._runner, self._unit, self._name, self._block = runner, unit, name, block
         self._original = type(block).forward
         self._signature = inspect.signature(self._original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self._bind(args, kwargs)
-        hidden = arguments.pop(HIDDEN_STATES)
+        hidden, arguments = self._bind(args, kwargs)
+        return self._run(self.compute, hidden, arguments)
+
+    def compute(self, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
+        """The module's own forward, with whatever weights are in it."""
+        return self._original(self._block, hidden, **arguments)
+
+    def _run(self, call: Callable[..., Any], hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
+        """`call(hidden, arguments)` as a region for each micro-batch."""
         sizes = micro_batch_sizes(hidden.shape[0], self._runner.micro_batch_size)
         parts = self._split(arguments, hidden.shape[0], sizes)
-
-        def call(hidden: torch.Tensor, part: Mapping[str, Any]) -> Any:
-            return self._original(self._block, hidden, **part)
-
         with self._runner.held(self._unit):
             hiddens = torch.split(hidden, sizes) if len(sizes) > 1 else (hidden,)
             outputs = [self._runner.run(self._unit, call, rows, part) for rows, part in zip(hiddens, parts, strict=True)]
         return join(outputs, self._name)
 
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments by name, without `self`; caches are refused and switched off."""
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The first argument, which gradients flow to, and all others by name; caches are refused and switched off."""
         bound = dict(self._signature.bind(self._block, *args, **kwargs).arguments)
         names = list(self._signature.parameters)
         bound.pop(names[0])
@@ -68,14 +74,14 @@ class BlockForward:
         refuse_cache(arguments, self._name)
         if arguments.get("use_cache"):
             arguments["use_cache"] = False
-        hidden = arguments.get(HIDDEN_STATES)
-        if names[1] != HIDDEN_STATES or not isinstance(hidden, torch.Tensor):
+        hidden = arguments.pop(names[1], None)
+        if names[1] not in self._hidden_names or not isinstance(hidden, torch.Tensor):
             raise EngineError(
-                f"the first argument of {self._name}.forward is {names[1]!r}, expected a tensor hidden_states",
+                f"the first argument of {self._name}.forward is {names[1]!r}, expected a tensor {' or '.join(self._hidden_names)}",
                 place=self._name,
                 remedy=_UNSUPPORTED,
             )
-        return arguments
+        return hidden, arguments
 
     def _split(self, arguments: Mapping[str, Any], batch: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = [{} for _ in sizes]
@@ -85,6 +91,53 @@ class BlockForward:
         return parts
 
 
+@dataclass(frozen=True, slots=True)
+class _Normed:
+    """How a tensor came about: `compute(hidden)`, and its version then (writing to it raises the version)."""
+
+    part: PartForward
+    hidden: torch.Tensor
+    version: int
+
+
+class PartForward(BlockForward):
+    """Takes the place of the `forward` of a block's child, where these are units; the block's own forward runs around them.
+
+    Each call is a region whose input is kept. A norm's output would be kept as the next region's input although a norm costs almost nothing
+    to compute again: a main module that is given the very output of a norm of its own unit runs that norm inside its own region instead,
+    from the norm's input, which is kept anyway. The norm's own region then has no user and is forgotten; where the block uses the output
+    for something else too, gradients flow through that region as they should.
+
+    Args:
+        is_main: whether this is the unit's module that has matrices.
+    """
+
+    # hidden_states: attention, norms, MLPs of mixtures of experts; x: MLPs; input: torch's own modules.
+    _hidden_names = (HIDDEN_STATES, "x", "input")
+
+    def __init__(self, runner: RegionRunner, unit: UnitRuntime, name: str, module: nn.Module, *, is_main: bool) -> None:
+        super().__init__(runner, unit, name, module)
+        self._is_main = is_main
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, arguments = self._bind(args, kwargs)
+        if not self._is_main:
+            output = self._run(self.compute, hidden, arguments)
+            if not arguments and isinstance(output, torch.Tensor):
+                setattr(output, _NORMED, _Normed(self, hidden, output._version))  # noqa: SLF001
+            return output
+        normed: _Normed | None = getattr(hidden, _NORMED, None)
+        if normed is None or normed.part._unit is not self._unit or normed.version != hidden._version:  # noqa: SLF001
+            return self._run(self.compute, hidden, arguments)
+        norm = normed.part
+
+        def call(hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
+            return self.compute(norm.compute(hidden, {}), arguments)
+
+        return self._run(call, normed.hidden, arguments)
+
+
+_NORMED = "_lohan_normed"
 _UNSUPPORTED = "Use a model of the Llama, Mistral or Qwen families, or ask for this one to be supported."
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import nn
 
-from lohan.config import Clip, Durability, Precision, States, UnsafeFilesystems, UpdateSchedule
+from lohan.config import Clip, Durability, Precision, States, UnitGrain, UnsafeFilesystems, UpdateSchedule
 from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
 from lohan.planning.operations import expected_order
@@ -21,6 +21,7 @@ from lohan.planning.plan import Tier
 from lohan.planning.slots import WORKING_SLOTS, size_slots
 from lohan.planning.state_form import StateForm
 from lohan.planning.step_trace import Wait
+from lohan.planning.workload import UnitKind
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming import installation
 from lohan.streaming.activations import micro_batch_sizes
@@ -159,6 +160,11 @@ class Session:
         return [unit.layout.name for unit in self._units]
 
     @property
+    def grain(self) -> UnitGrain:
+        """What a block moves as."""
+        return UnitGrain.MODULE if any(unit.layout.kind is UnitKind.MODULE for unit in self._units) else UnitGrain.BLOCK
+
+    @property
     def durability(self) -> Durability:
         """What the session's states can be resumed from."""
         return self._stages.states.durability
@@ -251,6 +257,7 @@ def init(
     seq_length: int,
     state_directories: Sequence[Path | str],
     micro_batch_size: int | None = None,
+    grain: UnitGrain | str = UnitGrain.AUTO,
     device: str = "auto",
     precision: Precision = Precision.BF16,
     states: States = States.AUTO,
@@ -284,6 +291,7 @@ def init(
         seq_length: tokens of a row at most.
         state_directories: one folder per drive for the model states; overwritten unless `resume`. Named snapshots in them stay.
         micro_batch_size: rows that run through a block at once; None takes the plan's, else all rows.
+        grain: block moves blocks whole, module attention and MLP one by one, where blocks are too large; auto takes the plan's, else block.
         device: auto, cpu, cuda, cuda:N or a GPU's UUID.
         precision: bf16 computes in bf16 with fp32 master weights; fp32 computes in fp32.
         states: moments in fp32, or in 8 bits.
@@ -297,7 +305,8 @@ def init(
         resume: go on from the step record in the state directories; `weights` are then not needed.
         resume_from: go on from the named snapshot (`Session.keep`) in the state directories instead; it stays as it is.
         weights: where the weights come from; None takes those in the model.
-        plan: gives micro-batch, slots and kept units where they are None, and bounds the host memory for slots, gradients and states.
+        plan: gives micro-batch, grain, slots and kept units where they are left open, and bounds the host memory for slots, gradients and
+            states.
         slots: parameter buffers on the device that units pass through, at least 2; None takes the plan's, else 3.
         kept_units: how many units' weights stay on the device from forward to backward, in buffers of their own, which saves their second
             load; None takes the plan's, else 0.
@@ -318,7 +327,8 @@ def init(
     micro_batch_size, slots, kept_units = _choose(micro_batch_size, slots, kept_units, batch_size, plan)
     rules = UpdateRules(_member(UpdateSchedule, schedule, "schedule"), _member(Clip, clip, "clip"), max_gradient_norm)
     torch_device = resolve_device(device)
-    units = find_units(model)
+    grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
+    units = find_units(model, grain)
     installation.check_model(model, units)
     if not resume and resume_from is None:
         installation.check_weights(model, units, weights)
@@ -383,6 +393,13 @@ def _choose(
     if kept_units < 0:
         raise ConfigError(f"kept_units is {kept_units}, expected at least 0", place="kept_units", remedy="Correct the value.")
     return micro_batch_size, slots, kept_units
+
+
+def _choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:
+    """What was asked for, else the plan's, else blocks."""
+    if grain is not UnitGrain.AUTO:
+        return grain
+    return UnitGrain(plan.grain) if plan is not None else UnitGrain.BLOCK
 
 
 def _member(kind: type[_Kind], value: str, name: str) -> _Kind:

@@ -16,7 +16,7 @@ from lohan.errors import EngineError, ModelError
 from lohan.planning.operations import Recompute, Visit
 from lohan.planning.workload import UnitKind
 from lohan.states.layout import ParameterSpecification, layout_unit
-from lohan.streaming.activations import BlockForward, RootForward, is_plain_embedding, is_token_wise
+from lohan.streaming.activations import BlockForward, PartForward, RootForward, is_plain_embedding, is_token_wise
 from lohan.streaming.hyperparameters import check_optimizer
 from lohan.streaming.loss_head import ModelForward
 from lohan.streaming.placeholders import guard, make_placeholder
@@ -84,11 +84,14 @@ def lay_out(units: Sequence[Unit], optimizer: Any, chunk_parameters: int) -> tup
 def visits(model: nn.Module, units: Sequence[Unit], micro_batches: int) -> list[Visit]:
     """The modules that a forward goes through, in `micro_batches` where they are split; a tied output projection comes last.
 
-    The loss of the output projection is taken to fit one chunk of tokens.
+    The loss of the output projection is taken to fit one chunk of tokens, and norms to run right before the module in whose unit they are.
     """
     tied_head = _output_projection(model)
     passed = []
     for index, unit in enumerate(units):
+        if unit.kind is UnitKind.MODULE:
+            passed += [Visit(index, micro_batches, Recompute.ELSEWHERE) for _ in unit.modules[1:]] + [Visit(index, micro_batches)]
+            continue
         for _, module in unit.modules:
             if unit.kind is UnitKind.EMBEDDING and module is tied_head:
                 continue
@@ -157,6 +160,8 @@ def wrap(
         for name, module in unit.modules:
             if unit.kind is UnitKind.BLOCK:
                 module.forward = BlockForward(runner, runtime, name, module)
+            elif unit.kind is UnitKind.MODULE:
+                module.forward = PartForward(runner, runtime, name, module, is_main=module is unit.modules[0][1])
             else:
                 module.forward = root = RootForward(runner, runtime, name, module)
                 if module is projection:

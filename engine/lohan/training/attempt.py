@@ -82,7 +82,10 @@ class Attempt:
             self._export(session, model_config)
 
     def _plan(self, model_config: Any, checkpoint: Checkpoint | None) -> Plan:
-        plan = plan_run(self._config, model_config, micro_batch_size=checkpoint.micro_batch_size if checkpoint is not None else None)
+        if checkpoint is None:
+            plan = plan_run(self._config, model_config)
+        else:
+            plan = plan_run(self._config, model_config, micro_batch_size=checkpoint.micro_batch_size, grain=checkpoint.grain)
         temporary = self._directory / (PLAN_FILE + ".tmp")
         temporary.write_text(plan.model_dump_json(indent=2) + "\n", encoding="utf-8")
         temporary.replace(self._directory / PLAN_FILE)

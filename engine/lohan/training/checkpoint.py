@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lohan.config import TrainingSection
+from lohan.config import TrainingSection, UnitGrain
 from lohan.data.pack import DataPosition
 from lohan.errors import ResumeError
 
@@ -105,6 +105,8 @@ class Checkpoint(_Part):
     """The run's `TrainingSection`."""
     micro_batch_size: int
     """Another one adds gradients in another order, hence rounds otherwise."""
+    grain: UnitGrain = UnitGrain.BLOCK
+    """The states are laid out by it."""
     data_digest: str
     """`TokenRows.digest`."""
     data: DataPosition

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lohan.config import RunConfig
+from lohan.config import RunConfig, UnitGrain
 from lohan.errors import CapacityError
 from lohan.hardware.probe import HardwareFacts, occupied_bytes, probe
 from lohan.models.blocks import trace_workload
@@ -26,11 +26,14 @@ def state_directories(config: RunConfig) -> tuple[Path, ...]:
     return config.engine.state_directories or (config.output.directory / STATES_FOLDER,)
 
 
-def plan_run(config: RunConfig, model_config: Any = None, *, micro_batch_size: int | None = None) -> Plan:
+def plan_run(
+    config: RunConfig, model_config: Any = None, *, micro_batch_size: int | None = None, grain: UnitGrain = UnitGrain.AUTO
+) -> Plan:
     """Trace the model, probe the machine, and divide the bytes. What the run's own states occupy already counts as free.
 
     Args:
         micro_batch_size: of a run that is resumed: taken where it still fits and the configuration names none.
+        grain: of a run that is resumed, whose states are laid out by it: taken where the configuration names none.
 
     Raises:
         ModelError: the model cannot be used.
@@ -39,11 +42,12 @@ def plan_run(config: RunConfig, model_config: Any = None, *, micro_batch_size: i
     workload = trace_workload(model_config or load_config(config.model.path))
     directories = state_directories(config)
     hardware = _with_own_states(probe(directories), directories)
+    engine = config.engine.model_copy(update={"grain": grain}) if config.engine.grain is UnitGrain.AUTO else config.engine
     plan_with = partial(make_plan, workload, model_name=config.model.path.name, training=config.training, hardware=hardware)
-    if micro_batch_size is not None and config.engine.micro_batch_size is None:
+    if micro_batch_size is not None and engine.micro_batch_size is None:
         with suppress(CapacityError):
-            return plan_with(engine=config.engine.model_copy(update={"micro_batch_size": micro_batch_size}))
-    return plan_with(engine=config.engine)
+            return plan_with(engine=engine.model_copy(update={"micro_batch_size": micro_batch_size}))
+    return plan_with(engine=engine)
 
 
 def _with_own_states(hardware: HardwareFacts, directories: Sequence[Path]) -> HardwareFacts:

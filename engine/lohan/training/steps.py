@@ -151,6 +151,7 @@ class Steps:
             total_steps=course.total_steps,
             training=self._training.model_dump(mode="json"),
             micro_batch_size=session.micro_batch_size,
+            grain=session.grain,
             data_digest=course.data_digest,
             data=course.sampler.position(steps),
             random=RandomStates.capture(session.device),
