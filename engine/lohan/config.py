@@ -66,8 +66,19 @@ class Clip(StrEnum):
     """Each unit (a transformer block, the embedding, the head) is scaled down to the largest norm by itself, as it arrives."""
     GLOBAL = "global"
     """All gradients are scaled by one factor so that their common norm is at most the largest, as
-    `torch.nn.utils.clip_grad_norm_` does. No update begins before the backward has ended, and all gradients stay in host memory
-    until then."""
+    `torch.nn.utils.clip_grad_norm_` does. All gradients stay in host memory until the backward has ended; updates begin then, or before
+    (`ClipUpdate`)."""
+
+
+class ClipUpdate(StrEnum):
+    """When updates begin whose factor only the backward's end can tell; the bits are the same."""
+
+    AUTO = "auto"
+    """After the backward, and on arrival while fewer than a quarter of the last 32 steps were clipped or left out."""
+    DEFER = "defer"
+    """After the backward."""
+    SPECULATE = "speculate"
+    """On arrival, as if nothing were clipped; where something is, the step is taken back and done again. With durability `step` only."""
 
 
 class UpdateSchedule(StrEnum):
@@ -168,6 +179,9 @@ class EngineSection(_Section):
     """Cap on the host memory the run may hold; None means what is free."""
     schedule: UpdateSchedule = UpdateSchedule.OPTIMIZED
     """When weights are updated: `serial`, `naive` or `optimized`; the results are the same."""
+    clip_updates: ClipUpdate = ClipUpdate.AUTO
+    """With `training.clip = "global"` and durability `step`: `defer` updates after the backward, `speculate` on arrival, and again with
+    the right factor where gradients are clipped; `auto` speculates while fewer than a quarter of the last 32 steps would be done again."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads for the optimizer and for `device = "cpu"`; 0 means all this process may use."""
 

@@ -206,6 +206,8 @@ SKIPPING = {
     "per unit": {"clip": "per_unit", **TWO_SLOTS},
     "in RAM": {"ram_state_bytes": 1 << 24, **TWO_SLOTS},
     "global, two slots": {"clip": "global", **TWO_SLOTS},
+    "speculated": {"clip": "global", "clip_updates": "speculate", "max_gradient_norm": 8.0, **TWO_SLOTS},
+    "speculated in RAM": {"clip": "global", "clip_updates": "speculate", "ram_state_bytes": 1 << 24, **TWO_SLOTS},
 }
 
 

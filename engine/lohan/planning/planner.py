@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 
-from lohan.config import Clip, Durability, EngineSection, Precision, TrainingSection, UnitGrain, UnsafeFilesystems
+from lohan.config import Clip, ClipUpdate, Durability, EngineSection, Precision, TrainingSection, UnitGrain, UnsafeFilesystems
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import GpuFacts, HardwareFacts
 from lohan.planning.filesystems import REMEDY as FILESYSTEM_REMEDY
@@ -30,7 +30,7 @@ from lohan.planning.footprint import (
     state_items,
 )
 from lohan.planning.plan import Plan, PlanItem, Tier, TierPlan
-from lohan.planning.schedule import update_order
+from lohan.planning.schedule import can_speculate, update_order
 from lohan.planning.slots import WORKING_SLOTS
 from lohan.planning.workload import Workload
 from lohan.units import GIB, format_bytes
@@ -88,7 +88,7 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         *_kept_notes(sizes, kept_units),
         *_state_notes(placement),
         *_resume_notes(placement, training, engine),
-        *_update_notes(training),
+        *_update_notes(training, engine),
     ]
     if training.precision is Precision.BF16 and default_precision(engine, hardware) is Precision.FP32:
         notes.append(f"{SLOW_BF16} Use fp32.")
@@ -323,12 +323,20 @@ def _resume_notes(placement: Placement, training: TrainingSection, engine: Engin
     return notes
 
 
-def _update_notes(training: TrainingSection) -> list[str]:
+def _update_notes(training: TrainingSection, engine: EngineSection) -> list[str]:
+    largest = f"{training.max_gradient_norm:g}"
     match training.clip:
         case Clip.GLOBAL:
-            return [f"Gradients are clipped to a common norm of {training.max_gradient_norm:g}: updates begin after the backward."]
+            begin = "updates begin after the backward"
+            if can_speculate(engine.schedule, training.clip, engine.durability):
+                begin = {
+                    ClipUpdate.AUTO: f"{begin}, or before it ends while few steps are clipped",
+                    ClipUpdate.DEFER: begin,
+                    ClipUpdate.SPECULATE: "updates begin as gradients arrive, and are done again where a step is clipped",
+                }[engine.clip_updates]
+            return [f"Gradients are clipped to a common norm of {largest}: {begin}."]
         case Clip.PER_UNIT:
-            return [f"Each unit's gradients are clipped to a norm of {training.max_gradient_norm:g} by itself."]
+            return [f"Each unit's gradients are clipped to a norm of {largest} by itself."]
         case Clip.NONE:
             return []
 

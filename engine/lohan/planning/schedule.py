@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from lohan.config import Clip, UpdateSchedule
+from lohan.config import Clip, Durability, UpdateSchedule
 
 
 class Begin(StrEnum):
@@ -42,3 +42,8 @@ def update_order(schedule: UpdateSchedule, clip: Clip) -> UpdateOrder:
     """The order in which a step runs: a norm over all gradients is known only after the backward, whatever the schedule."""
     order = UPDATE_ORDERS[schedule]
     return UpdateOrder(Begin.AFTER_BACKWARD, order.chunks_in_flight) if clip is Clip.GLOBAL else order
+
+
+def can_speculate(schedule: UpdateSchedule, clip: Clip, durability: Durability) -> bool:
+    """Whether updates may begin before the common norm is known: where they can be taken back, and the schedule itself does not wait."""
+    return clip is Clip.GLOBAL and schedule is not UpdateSchedule.SERIAL and durability is Durability.STEP

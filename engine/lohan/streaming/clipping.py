@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lohan._native import ThreadPool, gradient_norm
-from lohan.config import Clip, UpdateSchedule
+from lohan.config import Clip, ClipUpdate, UpdateSchedule
 from lohan.errors import ConfigError
 from lohan.planning.schedule import UpdateOrder, update_order
 
@@ -31,6 +31,7 @@ class UpdateRules:
     schedule: UpdateSchedule = UpdateSchedule.OPTIMIZED
     clip: Clip = Clip.NONE
     max_gradient_norm: float = 1.0
+    clip_updates: ClipUpdate = ClipUpdate.AUTO
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.max_gradient_norm) and self.max_gradient_norm > 0):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import nn
 
-from lohan.config import Clip, Durability, Precision, States, UnitGrain, UnsafeFilesystems, UpdateSchedule
+from lohan.config import Clip, ClipUpdate, Durability, Precision, States, UnitGrain, UnsafeFilesystems, UpdateSchedule
 from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
 from lohan.planning.operations import expected_order
@@ -57,6 +57,10 @@ class Statistics:
     """Steps in which gradients were scaled down."""
     skipped_steps: int
     """Steps that were left out whole because a gradient was NaN or infinite."""
+    speculated_steps: int
+    """Steps whose updates began before it was known whether they would be clipped."""
+    redone_steps: int
+    """Those of them that were taken back, and done again or left out."""
     bytes_read: int
     """From the state files."""
     bytes_written: int
@@ -219,6 +223,8 @@ class Session:
             last_step=stages.worker.last_step,
             clipped_steps=stages.worker.clipped_steps,
             skipped_steps=stages.worker.skipped_steps,
+            speculated_steps=stages.worker.speculation.speculated_steps,
+            redone_steps=stages.worker.speculation.redone_steps,
             bytes_read=stages.states.bytes_read,
             bytes_written=stages.states.bytes_written,
             unit_loads=stages.stream.loads,
@@ -264,6 +270,7 @@ def init(
     schedule: UpdateSchedule | str = UpdateSchedule.OPTIMIZED,
     clip: Clip | str = Clip.NONE,
     max_gradient_norm: float = 1.0,
+    clip_updates: ClipUpdate | str = ClipUpdate.AUTO,
     durability: Durability = Durability.NONE,
     ram_state_bytes: int = 0,
     unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
@@ -298,6 +305,7 @@ def init(
         schedule: when updates run: serial, naive or optimized; the results are the same. serial keeps all gradients in host memory.
         clip: none, per_unit, or global, which is torch.nn.utils.clip_grad_norm_ and keeps all gradients in host memory.
         max_gradient_norm: what clipping scales larger norms down to.
+        clip_updates: with clip global, when updates run: defer, speculate, or auto, which goes by how often gradients are clipped.
         durability: whether every step can be resumed, the steps that `Session.commit` is called for, or none. All but none take twice the
             space.
         ram_state_bytes: host memory for model states; the rest lies in the state directories.
@@ -325,7 +333,12 @@ def init(
     """
     _check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
     micro_batch_size, slots, kept_units = _choose(micro_batch_size, slots, kept_units, batch_size, plan)
-    rules = UpdateRules(_member(UpdateSchedule, schedule, "schedule"), _member(Clip, clip, "clip"), max_gradient_norm)
+    rules = UpdateRules(
+        _member(UpdateSchedule, schedule, "schedule"),
+        _member(Clip, clip, "clip"),
+        max_gradient_norm,
+        _member(ClipUpdate, clip_updates, "clip_updates"),
+    )
     torch_device = resolve_device(device)
     grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
     units = find_units(model, grain)

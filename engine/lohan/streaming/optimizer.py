@@ -1,9 +1,9 @@
 """AdamW on the CPU: one thread that measures, clips and updates units as gradients arrive or after the backward, and commits steps.
 
-Where a norm over all gradients decides, or the schedule says so, nothing is updated before the backward has ended; a step with a NaN or
-infinite gradient is then forgotten whole. An update on arrival cannot know what gradients follow: such a step is taken back where the
-state store can do that, and ends the session where it cannot (keeping all gradients for that case alone would cost 2 or 4 bytes of host
-memory a parameter that nobody asked for).
+Where a norm over all gradients decides, or the schedule says so, nothing is updated before the backward has ended, unless the step is
+speculated (`lohan.streaming.speculation`); a step with a NaN or infinite gradient is then forgotten whole. An update on arrival cannot
+know what gradients follow: such a step is taken back where the state store can do that, and ends the session where it cannot (keeping all
+gradients for that case alone would cost 2 or 4 bytes of host memory a parameter that nobody asked for).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lohan._native import ThreadPool
 from lohan.config import Clip
 from lohan.errors import EngineError
 from lohan.planning.operations import OperationKind, UpdateSequence
-from lohan.planning.schedule import Begin
+from lohan.planning.schedule import Begin, can_speculate
 from lohan.streaming.accumulation import GradientSums
 from lohan.streaming.chunk_pipeline import ChunkPipeline, UnitUpdate
 from lohan.streaming.clipping import StepStatistics, UnitNorm, UpdateRules, measure, summarise
@@ -26,6 +26,7 @@ from lohan.streaming.commits import PAYLOAD_KEY, Keep, Payload, StepCommits, Ste
 from lohan.streaming.gradients import HostGradient
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.pending import Failure, PendingUpdates
+from lohan.streaming.speculation import Speculation
 
 if TYPE_CHECKING:
     from lohan.memory.arena import Arena
@@ -63,7 +64,8 @@ class OptimizerWorker:
         self._store, self._pending, self._failure, self._give_back = store, pending, failure, give_back
         self._counts, self._rules, self._can_roll_back = counts, rules, can_roll_back
         self._sequence, self._trace = sequence, trace
-        self._defers = rules.order.begin is Begin.AFTER_BACKWARD
+        self._keeps_gradients = rules.order.begin is Begin.AFTER_BACKWARD
+        self.speculation = Speculation(rules.clip_updates, is_possible=can_speculate(rules.schedule, rules.clip, store.durability))
         self._pool = ThreadPool(threads)
         self._sums = GradientSums(arena)
         self._pipeline = ChunkPipeline(
@@ -82,6 +84,8 @@ class OptimizerWorker:
         self._commits = StepCommits(store, self._export, trace, on_committed=pending.recorded, on_keeping=pending.keeping)
         self._norms: dict[int, UnitNorm] = {}
         self._deferred: list[UnitUpdate] = []
+        self._speculates = False
+        self._speculated: dict[int, UnitUpdate] = {}
         self._withheld: list[int] = []
         self._counts_before = counts.values
         self.last_step: StepStatistics | None = None
@@ -125,6 +129,8 @@ class OptimizerWorker:
         kept = payload[PAYLOAD_KEY]
         self._counts.restore(kept["step_counts"])
         self.clipped_steps, self.skipped_steps = int(kept["clipped_steps"]), int(kept["skipped_steps"])
+        if "speculation" in kept:
+            self.speculation.restore(kept["speculation"])
         self._pending.recorded(step)
         self._commits.resume(step, with_payload=payload.keys() != {PAYLOAD_KEY})
 
@@ -191,11 +197,14 @@ class OptimizerWorker:
             ended = self._trace.host_mark(update.step)
             self._trace.add(update.step, OperationKind.GRADIENT_NORM, layout.index, begun, ended, bytes=update.values.nbytes)
         self._norms[layout.index] = norm
-        if self._defers:
+        if self._keeps_gradients and not self._speculates:
             self._deferred.append(update)
         elif self._can_roll_back and any(norm.non_finite for norm in self._norms.values()):
             self._gradients_read(update)  # the step will be taken back; the backward may be waiting for the buffer
             self._deferred.append(update)
+        elif self._speculates:
+            self._speculated[layout.index] = update
+            self._update(update, 1.0)
         elif norm.non_finite:
             self.last_step = summarise(update.step, self._norms, self._rules)
             raise EngineError(
@@ -215,6 +224,7 @@ class OptimizerWorker:
             self._commits.settle(without_payload=True)
             self._norms.clear()
             self._counts_before = self._counts.values
+            self._speculates = self.speculation.decide()
             self._commits.begin(step)
 
     def _update(self, update: UnitUpdate, scale: float) -> None:
@@ -229,28 +239,50 @@ class OptimizerWorker:
         self.last_step = statistics
         self.clipped_steps += statistics.clipped
         self.skipped_steps += statistics.skipped
-        deferred, self._deferred = self._deferred, []
+        self.speculation.note(statistics, speculated=self._speculates)
+        updates, self._deferred = self._deferred, []
         if statistics.skipped:
-            self._skip(deferred)
+            self._skip(updates)
+        elif self._speculated and not statistics.clipped:
+            self._confirm()
         else:
+            if self._speculated:
+                self._take_back()
+                self._withheld.clear()  # until they are written again
+                updates += self._speculated.values()
+                self._speculated.clear()
             scale = self._rules.scale(statistics.squared_gradient_norm) if self._rules.clip is Clip.GLOBAL else None
-            for update in sorted(deferred, key=lambda update: self._sequence.place(update.layout.index)):
+            for update in sorted(updates, key=lambda update: self._sequence.place(update.layout.index)):
                 self._update(update, self._rules.scale(self._norms[update.layout.index].squared) if scale is None else scale)
         self._commits.ended = step
         self._release_withheld()
 
     def _skip(self, deferred: list[UnitUpdate]) -> None:
         """Leave everything as it was before the step."""
-        if not self._defers:
-            self._pipeline.drain()
-            self._store.rollback()
-            self._counts.restore(self._counts_before)
-        for update in deferred:
+        if self._speculates or not self._keeps_gradients:
+            self._take_back()
+        updates = [*deferred, *self._speculated.values()]
+        self._speculated.clear()
+        for update in updates:
             self._gradients_read(update)
             self._pending.finish(update.layout.index)
 
+    def _confirm(self) -> None:
+        """The speculated updates stand: their gradients are needed no longer than the pipeline reads them."""
+        updates = list(self._speculated.values())
+        self._speculated.clear()
+        for update in updates:
+            if not update.unread_chunks:
+                self._gradients_read(update)
+
+    def _take_back(self) -> None:
+        """Undo what the step has written so far; its gradients stay."""
+        self._pipeline.drain()
+        self._store.rollback()
+        self._counts.restore(self._counts_before)
+
     def _gradients_read(self, update: UnitUpdate) -> None:
-        if update.gradients is not None:
+        if update.gradients is not None and update.layout.index not in self._speculated:
             self._give_back(update.gradients)
             update.gradients = None
 
@@ -271,4 +303,9 @@ class OptimizerWorker:
             self._commits.settle()
 
     def _export(self) -> dict[str, Any]:
-        return {"step_counts": self._counts.values, "clipped_steps": self.clipped_steps, "skipped_steps": self.skipped_steps}
+        return {
+            "step_counts": self._counts.values,
+            "clipped_steps": self.clipped_steps,
+            "skipped_steps": self.skipped_steps,
+            "speculation": self.speculation.export(),
+        }

@@ -150,6 +150,7 @@ class Attempt:
                 schedule=engine.schedule,
                 clip=training.clip,
                 max_gradient_norm=training.max_gradient_norm,
+                clip_updates=engine.clip_updates,
                 durability=engine.durability,
                 ram_state_bytes=engine.ram_state_bytes,
                 unsafe_filesystems=engine.unsafe_filesystems,

@@ -1,0 +1,132 @@
+"""What the planner chooses beside the micro-batch: units that stay on the GPU, and whether blocks move whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from lohan.config import EngineSection
+from lohan.errors import CapacityError, ConfigError
+from lohan.planning.plan import Tier
+from lohan.planning.slots import SlotSizes, size_slots
+from lohan.planning.workload import ModuleWorkload, UnitKind, UnitWorkload, Workload
+from lohan.units import GIB
+from tests.engine.test_planner import items, llama, machine, plan_of
+
+
+def with_modules(workload: Workload) -> Workload:
+    """Blocks cut into attention (a third) and MLP."""
+    units = [workload.units[0]]
+    for unit in workload.units[1:-1]:
+        units += [
+            UnitWorkload(name=f"{unit.name}.{name}", kind=UnitKind.MODULE, parameters=unit.parameters * share // 3)
+            for name, share in (("self_attn", 1), ("mlp", 2))
+        ]
+    saved = workload.block_saved_elements_per_token * 2 // 3
+    modules = ModuleWorkload(units=(*units, workload.units[-1]), saved_elements_per_token=saved, boundaries_per_block=2)
+    return workload.model_copy(update={"modules": modules})
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_units_stay_on_the_gpu_as_far_as_its_memory_goes(tied):
+    workload = llama(tied=tied)
+    counts = []
+    for gpu_gib in (10.5, 12, 16, 24, 80):
+        plan = plan_of(workload, hardware=machine(gpu_gib=gpu_gib))
+        item = next(item for item in plan.tier(Tier.GPU).items if item.name == "parameter slots")
+        slots = size_slots([unit.parameters for unit in workload.units], order_of(workload), working=3, kept=plan.kept_units)
+        assert item.bytes == 2 * slots.elements
+        one_more = size_slots([unit.parameters for unit in workload.units], order_of(workload), working=3, kept=plan.kept_units + 1)
+        used = plan.tier(Tier.GPU).used_bytes
+        assert used <= gpu_gib * GIB
+        assert plan.kept_units == len(order_of(workload)) or used + 2 * (one_more.elements - slots.elements) > gpu_gib * GIB
+        assert (f"{plan.kept_units} units that stay" in item.formula) == bool(plan.kept_units)
+        assert any(f"{plan.kept_units} of 34 units" in note for note in plan.notes) == bool(plan.kept_units)
+        assert plan.ssd_bytes_per_step == 28 * workload.parameters - 2 * slots.kept_elements
+        counts.append(plan.kept_units)
+    assert counts == sorted(counts)
+    # An embedding of its own needs no second load; a tied one is the output projection.
+    assert counts[0] < 3
+    assert counts[-1] == (34 if tied else 33)
+
+
+def order_of(workload: Workload) -> list[int]:
+    blocks_down = list(range(len(workload.units) - 1, 0, -1))
+    return [0, *blocks_down] if workload.tied_embeddings else blocks_down
+
+
+def test_the_micro_batch_comes_before_kept_units():
+    plan = plan_of(hardware=machine(gpu_gib=10))
+    assert plan.micro_batch_size == plan_of(hardware=machine(gpu_gib=10), engine=EngineSection(device="GPU-0a")).micro_batch_size
+    asked = plan_of(hardware=machine(gpu_gib=10), engine=EngineSection(micro_batch_size=1, durability="none"))
+    assert asked.kept_units > plan.kept_units
+
+
+def test_on_the_cpu_no_unit_has_a_slot_of_its_own():
+    plan = plan_of(hardware=machine(gpu_gib=None))
+    assert plan.kept_units == 0
+    assert items(plan, Tier.RAM)["parameter slots"] == 3 * 12 * 4096 * 4096 * 2
+
+
+def test_a_slot_of_its_own_costs_a_unit_its_own_size():
+    slots = size_slots([100, 10, 10, 10, 50], [4, 3, 2, 1], working=3, kept=2)
+    assert (slots.kept, slots.kept_elements, slots.working, slots.working_elements, slots.elements) == ((4, 3), 60, 3, 100, 360)
+    assert size_slots([100, 10, 10, 10, 50], [0, 4, 3, 2, 1], working=3, kept=2).elements == 150 + 3 * 10
+    assert size_slots([100, 10, 10], [2, 1], working=3, kept=9).elements == 120
+    assert size_slots([100, 10], [0, 1], working=3, kept=9) == SlotSizes((0, 1), 110, 0, 0)
+
+
+def test_modules_are_taken_where_blocks_do_not_fit():
+    workload = with_modules(llama())
+    blocks = plan_of(workload, hardware=machine(gpu_gib=7), batch_size=2)
+    assert (blocks.grain, blocks.kept_units > 0) == ("block", True)
+    assert not any("one by one" in note for note in blocks.notes)
+    with pytest.raises(CapacityError):
+        plan_of(hardware=machine(gpu_gib=5), batch_size=2)
+    plan = plan_of(workload, hardware=machine(gpu_gib=5), batch_size=2)
+    assert plan.grain == "module"
+    assert any("move one by one, since whole blocks do not fit" in note for note in plan.notes)
+    gpu, mlp, tokens = items(plan, Tier.GPU), 8 * 4096 * 4096, 2 * 1024
+    assert gpu["unit gradient buffers"] == 4 * mlp
+    assert gpu["boundary activations"] == tokens * 4096 * 65 * 2
+    assert gpu["joining of micro-batches"] == 5 * tokens * 4096 * 2
+    assert gpu["block working set"] == plan.micro_batch_size * 1024 * (20 * 4096 * 2 // 3) * 2
+    assert items(plan, Tier.RAM)["host staging"] == 2 * 2 * mlp
+    assert plan.tier(Tier.GPU).used_bytes <= 5 * GIB
+    with pytest.raises(CapacityError):
+        plan_of(workload, hardware=machine(gpu_gib=4), batch_size=2)
+
+
+def test_modules_do_not_help_a_large_batch():
+    """More tensors are kept between regions: what does not fit is then said of blocks."""
+    with pytest.raises(CapacityError) as caught:
+        plan_of(with_modules(llama()), hardware=machine(gpu_gib=10), batch_size=64)
+    assert "boundary activations (16.5" in str(caught.value)
+
+
+def test_the_grain_that_was_asked_for_is_taken():
+    def asked(grain: str) -> EngineSection:
+        return EngineSection(grain=grain, durability="none")
+
+    workload = with_modules(llama())
+    assert plan_of(workload, engine=asked("module")).grain == "module"
+    assert any("as was asked for" in note for note in plan_of(workload, engine=asked("module")).notes)
+    with pytest.raises(CapacityError):
+        plan_of(workload, hardware=machine(gpu_gib=5), engine=asked("block"), batch_size=2)
+    with pytest.raises(ConfigError, match="cannot be cut into modules"):
+        plan_of(llama(), engine=asked("module"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"durability": "none"}, "5: updates begin after the backward."),
+        ({"durability": "step"}, "5: updates begin after the backward, or before it ends while few steps are clipped."),
+        ({"durability": "step", "schedule": "serial"}, "5: updates begin after the backward."),
+        ({"durability": "step", "clip_updates": "defer"}, "5: updates begin after the backward."),
+        ({"clip_updates": "speculate"}, "5: updates begin as gradients arrive, and are done again where a step is clipped."),
+    ],
+)
+def test_the_plan_says_when_clipped_updates_begin(engine, said):
+    plan = plan_of(engine=EngineSection(**engine), clip="global", max_gradient_norm=5)
+    assert any(note.endswith(said) for note in plan.notes)
+    assert items(plan, Tier.RAM)["host gradient buffers"] == 2 * llama().parameters, "kept, whenever updates begin"
