@@ -23,7 +23,7 @@ PROCESS_SECONDS = 20
 # Bytes a second that states are assumed to be made and moved with, reads and writes together, and a step's least seconds by its rows.
 BYTES_PER_SECOND = MappingProxyType({"ram": 60e9, "tmpfs": 10e9, "disk": 2e9})
 LEAST_SECONDS = MappingProxyType({1: 1.0, 8: 2.5, 32: 4.0})
-SETUP_BYTES_PER_SECOND = MappingProxyType({"ram": 5e9, "tmpfs": 5e9, "disk": 2e9})
+SETUP_BYTES_PER_SECOND = MappingProxyType({"ram": 2e9, "tmpfs": 3e9, "disk": 2e9})
 MOVED_BYTES_PER_PARAMETER = 28
 # Of new files only master weights are written; moments begin as zeros that take no writing on a drive.
 SETUP_BYTES_PER_PARAMETER = MappingProxyType({"ram": 12, "tmpfs": 12, "disk": 4})
