@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lohan.config import Precision, UpdateSchedule
 from lohan.streaming.parameters import DebugMode
 from tests.engine.reference import (
+    assert_bitwise_equal,
     assert_equal_training,
     block_slices,
     make_batches,
@@ -41,7 +43,11 @@ def test_parity_gpu_fp32(tied, debug, tmp_path):
     assert_equal_training(train_streamed(model, make_batches(STEPS, padded=True), tmp_path, device="cuda", debug=debug), plain)
 
 
-@pytest.mark.parametrize("options", [{"slots": 2}, {"slots": 2, "kept_units": 3}], ids=["two slots", "three units kept"])
+@pytest.mark.parametrize(
+    "options",
+    [{"slots": 2}, {"slots": 2, "kept_units": 3}, {"grain": "module"}, {"grain": "module", "slots": 2, "kept_units": 5}],
+    ids=["two slots", "three units kept", "modules", "modules, five units kept"],
+)
 def test_parity_gpu_wide_units_and_few_slots(options, tmp_path):
     """Units of 13 MB: copies take long enough that a missing wait between streams would show."""
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8}
@@ -79,3 +85,20 @@ def test_parity_gpu_schedules_with_clipping_and_accumulation(schedule, clip, tmp
     plain = train_plain(twin(model).cuda(), batches, accumulation=3, **limit)
     options = {"schedule": schedule, "clip": clip, "accumulation": 3, "debug": DebugMode.NAN_FILL, **limit}
     assert_equal_training(train_streamed(model, batches, tmp_path, device="cuda", **options), plain)
+
+
+def test_parity_gpu_of_speculated_and_deferred_steps_bit_for_bit(tmp_path):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        options = {"device": "cuda", "durability": "step", "clip": "global", "debug": DebugMode.NAN_FILL, "kept_units": 2}
+        batches = make_batches(12, padded=True)
+        limit = statistics.median(squared**0.5 for squared in train_plain(make_llama(attention="eager").cuda(), batches).squared_norms)
+        deferred, speculated = (
+            train_streamed(
+                make_llama(attention="eager"), batches, tmp_path / updates, clip_updates=updates, max_gradient_norm=limit, **options
+            )
+            for updates in ("defer", "speculate")
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_bitwise_equal(deferred, speculated)

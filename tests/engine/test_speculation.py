@@ -13,6 +13,7 @@ from lohan.errors import ConfigError, EngineError, StorageError
 from lohan.streaming.clipping import StepStatistics
 from lohan.streaming.parameters import DebugMode
 from lohan.streaming.speculation import MOST_REDONE, REMEMBERED_STEPS, Speculation
+from lohan.streaming.trace import Trace
 from tests.engine.reference import (
     Outcome,
     adamw,
@@ -24,6 +25,7 @@ from tests.engine.reference import (
     train_plain,
     train_streamed,
 )
+from tests.engine.test_trace import assert_as_scheduled
 from tests.fixtures.waiting import wait_until
 
 STEPS = 6
@@ -109,6 +111,19 @@ def test_speculated_updates_begin_while_the_backward_goes_on(tmp_path):
         session.wait()
     assert early
     assert early[0] == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"ram_state_bytes": STATE_BYTES // 2, "schedule": "naive"}], ids=str)
+def test_a_step_that_stands_does_what_its_operations_say(options, tmp_path):
+    model, trace = make_llama(), Trace(first_step=2, steps=2)
+    options = {**STEP, "clip_updates": "speculate", "max_gradient_norm": 1e3, **options}
+    with open_session(model, adamw(model), tmp_path, trace=trace, **options) as session:
+        for batch in make_batches(4):
+            model(**batch).loss.backward()
+            session.wait()
+        operations = tuple(session.speculated_operations)
+        assert operations != session.operations
+    assert_as_scheduled(operations, trace.steps)
 
 
 @pytest.mark.parametrize(

@@ -361,7 +361,7 @@ class _Step:
         self.norm = (self._add(Operation(OperationKind.GRADIENT_NORM, unit, bytes=size), self.gradients + self.norm),)
         self.sent.append(unit)
         self.walk.invalidate(unit)
-        if self.order.begin is Begin.ON_ARRIVAL:
+        if self.order.begin is not Begin.AFTER_BACKWARD:
             self._update(unit, self.norm)
 
     def _update(self, unit: int, after: tuple[int, ...]) -> None:

@@ -17,6 +17,8 @@ class Begin(StrEnum):
     """As soon as its gradients are in host memory, while the backward goes on with other units."""
     AFTER_BACKWARD = "after_backward"
     """Once the backward has ended: every unit's gradients stay in host memory until then."""
+    SPECULATED = "speculated"
+    """On arrival, and every unit's gradients stay in host memory until the backward has ended: the update may have to be done again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +49,8 @@ def update_order(schedule: UpdateSchedule, clip: Clip) -> UpdateOrder:
 def can_speculate(schedule: UpdateSchedule, clip: Clip, durability: Durability) -> bool:
     """Whether updates may begin before the common norm is known: where they can be taken back, and the schedule itself does not wait."""
     return clip is Clip.GLOBAL and schedule is not UpdateSchedule.SERIAL and durability is Durability.STEP
+
+
+def speculated_order(schedule: UpdateSchedule) -> UpdateOrder:
+    """The order of a step that is speculated, and stands."""
+    return UpdateOrder(Begin.SPECULATED, UPDATE_ORDERS[schedule].chunks_in_flight)

@@ -159,6 +159,11 @@ class Session:
         return self._stages.operations
 
     @property
+    def speculated_operations(self) -> Sequence[Operation]:
+        """The same of a step whose updates are speculated (`ClipUpdate`) and stand."""
+        return self._stages.speculated_operations()
+
+    @property
     def unit_names(self) -> list[str]:
         """By index."""
         return [unit.layout.name for unit in self._units]

@@ -14,9 +14,18 @@ from lohan.config import Durability, Precision, UnsafeFilesystems
 from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Store
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
-from lohan.planning.operations import ChunkShape, StepShape, UnitShape, UpdateSequence, Visit, access_order, step_operations
+from lohan.planning.operations import (
+    ChunkShape,
+    Operation,
+    StepShape,
+    UnitShape,
+    UpdateSequence,
+    Visit,
+    access_order,
+    step_operations,
+)
 from lohan.planning.plan import Tier
-from lohan.planning.schedule import Begin
+from lohan.planning.schedule import Begin, speculated_order
 from lohan.planning.state_form import StateForm
 from lohan.states.state_store import StateStore
 from lohan.streaming.clipping import UpdateRules
@@ -132,7 +141,8 @@ class Stages:
             if self.states.record is None:
                 load(self.states)
                 self.states.commit(0, {})
-            self.operations = step_operations(_shape(layouts, visits, self.states, slots, device), rules.order)
+            self._shape, self._rules = _shape(layouts, visits, self.states, slots, device), rules
+            self.operations = step_operations(self._shape, rules.order)
             self.stream = self._make_stream(layouts, slots, debug)
             stack.callback(self.stream.close)
             gradients = _host_gradients(layouts, rules)
@@ -177,6 +187,10 @@ class Stages:
             sequence=UpdateSequence(self.operations),
             trace=self.trace,
         )
+
+    def speculated_operations(self) -> tuple[Operation, ...]:
+        """A step that is speculated, and stands."""
+        return step_operations(self._shape, speculated_order(self._rules.schedule))
 
     @property
     def resumed_step(self) -> int:
