@@ -21,14 +21,19 @@ _IMAGE_BYTES = 3 << 29
 """Sparse; above the GiB that a plan leaves on every drive."""
 
 
+MAKERS = {"ext4": ("mkfs.ext4", "-q"), "xfs": ("mkfs.xfs", "-q"), "btrfs": ("mkfs.btrfs", "-q")}
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
 class LoopDrive:
-    """An ext4 file system of its own, mounted at `folder` inside the `with` block.
+    """A file system of its own, mounted at `folder` inside the `with` block; `filesystem` is one of `MAKERS`.
 
     Raises:
         OSError, subprocess.CalledProcessError: this machine cannot do that.
     """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, filesystem: str) -> None:
+        self._maker = MAKERS[filesystem]
         self.folder = place / "drive"
         self._image = place / "drive.img"
 
@@ -36,7 +41,7 @@ class LoopDrive:
         self.folder.mkdir(parents=True)
         with self._image.open("wb") as image:
             image.truncate(_IMAGE_BYTES)
-        _run("mkfs.ext4", "-q", str(self._image))
+        _run(*self._maker, str(self._image))
         self._mount()
         return self
 
@@ -73,22 +78,22 @@ def _succeeds(*command: str) -> bool:
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=60, env=os.environ | {"PATH": _PATH})
 
 
 @functools.cache
-def refusal() -> str:
+def refusal(filesystem: str, *, to_be_cut: bool) -> str:
     """Why this machine has no such drives; empty where it has."""
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    missing = [name for name in ("mkfs.ext4", "mount", "umount") if shutil.which(name, path=path) is None]
+    missing = [name for name in (MAKERS[filesystem][0], "mount", "umount") if shutil.which(name, path=_PATH) is None]
     if missing:
         return f"no {', '.join(missing)}"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with LoopDrive(Path(folder)) as drive:
-                drive.cut_power()
-                drive.restore_power()
+            with LoopDrive(Path(folder), filesystem) as drive:
+                if to_be_cut:
+                    drive.cut_power()
+                    drive.restore_power()
         except (OSError, subprocess.CalledProcessError) as error:
             said = error.stderr.decode(errors="replace").strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-            return f"file systems cannot be mounted from a loop device and shut down: {said}"
+            return f"{filesystem} cannot be mounted from a loop device and shut down here: {said}"
     return ""

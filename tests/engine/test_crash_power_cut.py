@@ -29,7 +29,7 @@ from tests.engine.resumed_runs import check_equal
 
 KINDS = [Kind("split", place, durability) for place in PLACES for durability in ("step", "snapshot")]
 CUTS = 1 if IS_SHORT else 4
-"""Of each kind: 24 images in all."""
+"""Of each kind and file system: 24 images with one file system."""
 
 pytestmark = pytest.mark.timeout(300 if IS_SHORT else 0)
 
@@ -44,15 +44,18 @@ def references(tmp_path_factory: pytest.TempPathFactory, trainers: Trainers) -> 
     return References(tmp_path_factory.mktemp("references"), trainers)
 
 
+@pytest.mark.parametrize("filesystem", ["ext4", "xfs"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_power_is_cut_at_random_instants(tmp_path: Path, trainers: Trainers, references: References, kind: Kind) -> None:
+def test_the_power_is_cut_at_random_instants(
+    tmp_path: Path, trainers: Trainers, references: References, kind: Kind, filesystem: str
+) -> None:
     """The run's folder, its events and its states lie on the drive; model and rows do not."""
-    if power_cut.refusal():
-        pytest.skip(power_cut.refusal())
+    if refusal := power_cut.refusal(filesystem, to_be_cut=True):
+        pytest.skip(refusal)
     expected, seconds = references.get(kind.form)
-    instants = random.Random(f"{SEED} power {kind}")  # noqa: S311 - not for secrets
+    instants = random.Random(f"{SEED} {filesystem} {kind}")  # noqa: S311 - not for secrets
     cuts = number = 0
-    with power_cut.LoopDrive(tmp_path) as drive:
+    with power_cut.LoopDrive(tmp_path, filesystem) as drive:
         while cuts < CUTS:
             number += 1
             config, log = on_drive(kind.config(tmp_path / "inputs"), drive.folder / f"run{number}"), tmp_path / f"{number}.log"

@@ -20,6 +20,7 @@ from lohan.states import copies, named, preflight
 from lohan.states.copies import Copier
 from lohan.states.named import NAMED_FOLDER, read_named_record
 from lohan.states.record import FOLDER, RecordFile
+from tests.engine import power_cut
 from tests.engine.reference import adamw, make_batches, make_llama, open_session
 from tests.engine.state_files import contents, make_step, opened, same
 
@@ -209,8 +210,27 @@ def test_what_is_not_whole_is_no_snapshot(tmp_path):
             assert same(contents(states), newest), "the run's own states were touched"
 
 
-def test_directories_are_cloned_where_the_file_system_can(tmp_path, monkeypatch):
-    """Here clones are copies made by the test: what is looked at is that the ranges are the right ones, and nothing else is written."""
+@pytest.mark.parametrize("filesystem", ["xfs", "btrfs"])
+def test_blocks_are_shared_where_the_file_system_can(filesystem, tmp_path, monkeypatch):
+    if refusal := power_cut.refusal(filesystem, to_be_cut=False):
+        pytest.skip(refusal)
+    monkeypatch.setattr(Copier, "_copy", None)
+    with power_cut.LoopDrive(tmp_path, filesystem) as drive:
+        with opened([drive.folder]) as states:
+            make_step(states, 1)
+            kept = contents(states)
+            keep(states, "one")
+            states.named.finish()
+            for step in range(2, 5):
+                make_step(states, step)
+        for _ in range(2):
+            with opened([drive.folder], resume_from="one") as states:
+                assert same(contents(states), kept)
+                make_step(states, 2)
+
+
+def test_clones_are_of_the_ranges_that_are_kept(tmp_path, monkeypatch):
+    """Clones are copies made by the test: what is looked at is that the ranges are the right ones, and nothing else is written."""
     cloned = []
 
     def clone(source, target):
