@@ -23,7 +23,13 @@ LONGEST_SECONDS = 120.0
 # The tiny model's states take 444 kB in 12 bytes a parameter, half of that with 8-bit moments: none of them in RAM, about half, all.
 PLACES = {"ssd": 0, "half": 222_000, "ram": 1 << 30}
 HALF_IN_8_BITS = 111_000
-FORMS = {"split": {"precision": "bf16"}, "fp32": {"precision": "fp32"}, "split-8bit": {"precision": "bf16", "states": "8bit"}}
+FORMS: dict[str, dict[str, Any]] = {
+    "split": {"precision": "bf16"},
+    "fp32": {"precision": "fp32"},
+    "split-8bit": {"precision": "bf16", "states": "8bit"},
+    # Every step is updated as gradients arrive, taken back, and updated again.
+    "redone": {"precision": "bf16", "clip": "global", "max_gradient_norm": 0.01, "clip_updates": "speculate"},
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Kind:
 
 
 KINDS = [Kind(form, place, durability) for form in ("split", "fp32") for place in PLACES for durability in ("step", "snapshot")]
-KINDS += [Kind("split-8bit", "half", "step"), Kind("split-8bit", "half", "snapshot")]
+KINDS += [Kind("split-8bit", "half", "step"), Kind("split-8bit", "half", "snapshot"), Kind("redone", "half", "step")]
 
 
 class Trainers:

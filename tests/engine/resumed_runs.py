@@ -25,6 +25,7 @@ def make_config(
     states: str = "auto",
     durability: str = "step",
     snapshot_minutes: float = 10.0,
+    clip_updates: str = "auto",
     ram_state_bytes: int = 0,
     **training: Any,
 ) -> RunConfig:
@@ -44,6 +45,7 @@ def make_config(
             } | training,
             "engine": {"device": "cpu", "micro_batch_size": 3, "threads": 1, "states": states, "durability": durability,
                 "snapshot_minutes": snapshot_minutes, "unsafe_filesystems": "allow", "ram_state_bytes": ram_state_bytes,
+                "clip_updates": clip_updates,
             },
             "output": {"directory": folder / "run"},
         },

@@ -19,7 +19,6 @@ from tests.engine.crash_runs import (
     KILLS,
     KINDS,
     LONGEST_SECONDS,
-    PLACES,
     SEED,
     Kind,
     References,
@@ -72,14 +71,10 @@ def test_killed_at_random_instants(tmp_path: Path, trainers: Trainers, reference
         check_equal(config, expected)
 
 
-@pytest.mark.parametrize("durability", ["step", "snapshot"])
-@pytest.mark.parametrize("place", PLACES)
-def test_killed_at_every_boundary_of_a_step(
-    tmp_path: Path, trainers: Trainers, references: References, place: str, durability: str
-) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.form in ("split", "redone")], ids=str)
+def test_killed_at_every_boundary_of_a_step(tmp_path: Path, trainers: Trainers, references: References, kind: Kind) -> None:
     """Before every write, update, sync, rename, record and event of the step whose record is the second of an attempt, one after the
     other: of the second step after a start, or of the three that end with the second snapshot."""
-    kind = Kind("split", place, durability)
     expected, _ = references.get(kind.form)
     boundaries = boundaries_of_a_step(kind, tmp_path / "count", trainers)
     assert set(boundaries.values()) > BOUNDARIES, sorted(set(boundaries.values()))
