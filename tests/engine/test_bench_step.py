@@ -144,8 +144,9 @@ def test_an_error_in_a_child_is_the_reason_of_its_record(tmp_path, monkeypatch):
 def test_settings_that_fit_together_take_steps_in_turns(tmp_path, scripted):
     notes = Notes()
     found = step.run(step_options(tmp_path), notes)
-    setups = [f"{name} {order}" for name in UpdateSchedule for order in ("ready", "step")]
-    turns = ["serial step", "naive step", "optimized step", "naive step", "optimized step", "serial step"]
+    setups = [f"{name} {order}" for name in UpdateSchedule for order in ("ready", "step", "pause")]
+    names = [SERIAL, NAIVE, OPTIMIZED, NAIVE, OPTIMIZED, SERIAL]
+    turns = [f"{name} {order}" for name in names for order in ("step", "pause")]
     assert scripted() == [*setups, *turns, "serial finish", "naive finish", "optimized finish"]
     assert [record["schedule"] for record in found] == list(UpdateSchedule)
     assert all(record["in_turns"] and record["step_seconds_all"] == [0.5, 0.5] for record in found)
@@ -176,8 +177,9 @@ def test_settings_that_do_not_are_set_up_in_rounds_of_alternating_order(tmp_path
 def test_as_many_as_fit_take_steps_in_turns_and_the_rest_follows(tmp_path, scripted, monkeypatch):
     monkeypatch.setattr(step_plans, "fit_together", lambda tasks, _: len(tasks) < 3)
     found = step.run(step_options(tmp_path, schedules=(SERIAL, OPTIMIZED, NAIVE), steps=1), Notes())
-    both = [f"{name} {order}" for name in (SERIAL, OPTIMIZED) for order in ("ready", "step")]
-    both += ["serial step", "optimized step", "serial finish", "optimized finish"]
+    both = [f"{name} {order}" for name in (SERIAL, OPTIMIZED) for order in ("ready", "step", "pause")]
+    both += [f"{name} {order}" for name in (SERIAL, OPTIMIZED) for order in ("step", "pause")]
+    both += ["serial finish", "optimized finish"]
     assert scripted() == [*both, "naive ready", "naive step", "naive step", "naive finish"]
     assert {record["schedule"]: record["in_turns"] for record in found} == {"serial": True, "optimized": True, "naive": False}
 

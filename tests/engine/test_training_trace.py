@@ -48,14 +48,14 @@ def test_a_short_run_is_traced_as_far_as_it_goes(max_steps, expected, tmp_path):
 
 
 def test_a_run_that_fails_leaves_what_was_traced(tmp_path, monkeypatch):
-    wait = Session.wait
+    wait = Session.wait_gradients
 
     def failing_wait(session):
         wait(session)
         if session.steps == 3:
             raise RuntimeError("the third step")
 
-    monkeypatch.setattr(Session, "wait", failing_wait)
+    monkeypatch.setattr(Session, "wait_gradients", failing_wait)
     reason, (report,), _ = train_traced(make_config(tmp_path), tmp_path, steps=4)
     assert reason is ExitReason.FAILED
     assert [step.step for step in report.steps] == [2, 3]
@@ -64,7 +64,7 @@ def test_a_run_that_fails_leaves_what_was_traced(tmp_path, monkeypatch):
 
 def test_a_run_that_ends_before_says_so(tmp_path, monkeypatch):
     config = make_config(tmp_path)
-    monkeypatch.setattr(Session, "wait", lambda _: (_ for _ in ()).throw(RuntimeError("the first step")))
+    monkeypatch.setattr(Session, "wait_gradients", lambda _: (_ for _ in ()).throw(RuntimeError("the first step")))
     reason, reports, _ = train_traced(config, tmp_path)
     assert (reason, reports) == (ExitReason.FAILED, [])
     assert not (tmp_path / "trace.json").exists()
@@ -81,10 +81,16 @@ def test_a_file_that_cannot_be_written_in_the_end_does_not_fail_the_run(tmp_path
 
 def test_a_resumed_run_is_traced_from_its_second_step_on(tmp_path, monkeypatch):
     config = make_config(tmp_path, engine={"durability": "step"})
-    wait = Session.wait
-    monkeypatch.setattr(Session, "wait", lambda session: (wait(session), session.steps == 3 and (_ for _ in ()).throw(KeyboardInterrupt)))
+    wait = Session.wait_gradients
+
+    def interrupted_wait(session):
+        wait(session)
+        if session.steps == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "wait_gradients", interrupted_wait)
     assert train(config) is ExitReason.INTERRUPTED
-    monkeypatch.setattr(Session, "wait", wait)
+    monkeypatch.setattr(Session, "wait_gradients", wait)
     _, (report,), _ = train_traced(config, tmp_path)
     resumed = events_of(config, EventType.STARTED)[-1]["resumed_step"]
     assert resumed > 0

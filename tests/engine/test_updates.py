@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from lohan.config import Clip, Durability, Precision, States, UnsafeFilesystems,
 from lohan.errors import ConfigError, EngineError
 from lohan.states.state_store import StateStore
 from lohan.streaming.clipping import UpdateRules
+from lohan.streaming.optimizer import OptimizerWorker
 from lohan.streaming.steps import StepDriver
 from tests.engine.reference import (
     Outcome,
@@ -274,3 +276,32 @@ def test_states_in_ram_are_updated_where_they_lie(schedule, precision, tmp_path)
         )
     assert_bitwise_equal(*outcomes)
     assert not list((tmp_path / "RAM").rglob("*.bin")), "there are no files"
+
+
+# ---------------------------------------------------------------- what a step is waited for
+def test_the_verdict_on_deferred_updates_is_not_held_up_by_them(tmp_path, monkeypatch):
+    may_update = threading.Event()
+    update = OptimizerWorker._update
+
+    def held_back(worker, *arguments):
+        assert may_update.wait(60)
+        update(worker, *arguments)
+
+    monkeypatch.setattr(OptimizerWorker, "_update", held_back)
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, clip=Clip.GLOBAL, max_gradient_norm=1e-3) as session:
+        model(**make_batches(1)[0]).loss.backward()
+        session.wait_gradients()
+        last = session.statistics.last_step
+        assert (last.step, last.clipped, session.statistics.clipped_steps) == (1, True, 1)
+        assert session._stages.pending.is_pending(0)
+        may_update.set()
+        session.wait()
+        assert not session._stages.pending.is_pending(0)
+
+
+def test_waiting_for_gradients_raises_what_kept_them_from_being_looked_at(tmp_path):
+    model = make_llama()
+    with pytest.raises(EngineError, match="NaN or infinite"), open_session(model, adamw(model), tmp_path) as session:
+        (model(**make_batches(1)[0]).loss * torch.inf).backward()
+        session.wait_gradients()

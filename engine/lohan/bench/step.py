@@ -1,8 +1,10 @@
 """`lohan bench step`: whole training steps of a randomly initialised Llama on random tokens, setting beside setting.
 
-Each setting runs in a process of its own (`step_worker`), whose memory peaks are its alone. Settings that differ in the schedule are
-compared: as many of them as the machine holds at once, in order, are set up first and then take single steps in turns. What is left is
-measured after them, and the whole in as many rounds as wanted, every other one in the opposite order.
+Each setting runs in a process of its own (`step_worker`), whose memory peaks are its alone. A step's time is that from the end of one
+backward to the end of the next, in steps that follow each other without a wait, as in a run: what an update takes beyond its step shows in
+the next one's forward. Settings that differ in the schedule are compared: as many of them as the machine holds at once, in order, are set
+up first and then take single steps in turns, each after one that does not count. What is left is measured after them, step after step, and
+the whole in as many rounds as wanted, every other one in the opposite order.
 """
 
 from __future__ import annotations
@@ -77,15 +79,20 @@ class _Measurement:
         except ChildFailed as error:
             self.failure = error.message
 
-    def set_up(self, child: StepChild, options: StepOptions, watcher: Watcher) -> None:
-        """Wait for the child, and let it warm up."""
+    def set_up(self, child: StepChild, options: StepOptions, watcher: Watcher, *, in_turns: bool) -> None:
+        """Wait for the child, and let it warm up; with `in_turns` it rests then."""
         watcher.note(f"{self.task.name}: setting up")
         self.setup_seconds.append(child.wait_ready())
         for number in range(1, options.warmup + 1):
             watcher.done(f"{self.task.name}, warm-up {number}: {child.step()['seconds']:.3f} s")
+        if in_turns:
+            child.pause()
 
-    def take_step(self, child: StepChild, watcher: Watcher) -> None:
+    def take_step(self, child: StepChild, watcher: Watcher, *, in_turns: bool) -> None:
+        """A timed step; with `in_turns` the child rests after it."""
         self.steps.append(child.step())
+        if in_turns:
+            child.pause()
         watcher.done(f"{self.task.name}, step {len(self.steps)}: {self.steps[-1]['seconds']:.3f} s")
 
     def finish(self, child: StepChild) -> None:
@@ -140,19 +147,27 @@ def _measure_files(tier: StatesTier, directories: tuple[Path, ...], mixed: list[
 
 def _run_in_turns(measured: Sequence[_Measurement], options: StepOptions, steps: int, watcher: Watcher) -> None:
     """All at once: set up one after the other, so that their accounts of the GPU do not mix; then single steps in turns."""
+    in_turns = len(measured) > 1
     with ExitStack() as stack:
         running: list[tuple[_Measurement, StepChild]] = []
         for measurement in measured:
-            task = measurement.task.model_copy(update={"warmup": options.warmup, "steps": steps})
-            child = stack.enter_context(StepChild(task))
+            changes = {"warmup": options.warmup, "trace_step": _last_step(options.warmup, steps, in_turns=in_turns)}
+            child = stack.enter_context(StepChild(measurement.task.model_copy(update=changes)))
             running.append((measurement, child))
-            measurement.attempt(partial(measurement.set_up, child, options, watcher))
+            measurement.attempt(partial(measurement.set_up, child, options, watcher, in_turns=in_turns))
         for turn in range(steps):
             first = turn % len(running) if running else 0
             for measurement, child in running[first:] + running[:first]:
-                measurement.attempt(partial(measurement.take_step, child, watcher))
+                measurement.attempt(partial(measurement.take_step, child, watcher, in_turns=in_turns))
         for measurement, child in running:
             measurement.attempt(partial(measurement.finish, child))
+
+
+def _last_step(warmup: int, steps: int, *, in_turns: bool) -> int:
+    """How many steps a child takes in all: one that does not count goes before those that follow each other."""
+    if not in_turns:
+        return 1 + warmup + steps
+    return (1 + warmup if warmup else 0) + 2 * steps
 
 
 def _settings(options: StepOptions, setting: StepSetting) -> Record:
@@ -194,7 +209,7 @@ def _record(
     results, steps = measurement.results, measurement.steps
     seconds = [step["seconds"] for step in steps]
     step_seconds = median(seconds)
-    read, written = (sum(step[name] for step in steps) // len(steps) for name in ("bytes_read", "bytes_written"))
+    read, written = (int(median([result[name] for result in results])) for name in ("bytes_read", "bytes_written"))
     tflops = step_flops(SHAPES[options.shape], setting.batch, options.sequence) / step_seconds / 1e12
     block_peak = block_peaks[results[0]["micro_batch"]]
     on_gpu = bool(task.plan.tier(Tier.GPU).items)

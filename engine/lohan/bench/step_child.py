@@ -74,6 +74,15 @@ class StepChild:
         step: Record = self._answer("step")
         return step
 
+    def pause(self) -> None:
+        """Have everything end that its steps have begun, see `StepRun.pause`.
+
+        Raises:
+            ChildFailed: it failed.
+        """
+        self._order("pause")
+        self._answer("pause")
+
     def finish(self) -> Record:
         """What the whole run took, see `StepRun.finish`.
 

@@ -68,9 +68,9 @@ class StepTask(BaseModel):
     folders: tuple[Path, ...] = ()
     """Empty folders of this setting alone."""
     warmup: int = 0
-    """The first steps, during which no other setting's process comes or goes."""
-    steps: int = 1
-    """Those after them; the last one is recorded."""
+    """How many of the first timed steps are warm-up, during which no other setting's process comes or goes."""
+    trace_step: int = 1
+    """Which step is recorded, counted from 1 over all that are taken."""
     trace_path: Path | None = None
     """Where the recorded step is written for ui.perfetto.dev."""
 

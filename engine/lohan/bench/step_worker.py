@@ -1,8 +1,8 @@
 """The process that runs one setting of `lohan bench step`, alone, so that its memory is its own: `python -m lohan.bench.step_worker`.
 
-It reads lines from standard input: the task as JSON, then `step` as often as wanted, then `finish`. Each is answered with one line of
-JSON, an object with one field: `ready`, `step`, `result`, or `error` with what was wrong, after which it ends. It also ends when
-standard input does, that is, with the process that started it; whatever happens, its folders are then removed.
+It reads lines from standard input: the task as JSON, then `step` and `pause` as often as wanted, then `finish`. Each is answered with one
+line of JSON, an object with one field: `ready`, `step`, `pause`, `result`, or `error` with what was wrong, after which it ends. It also
+ends when standard input does, that is, with the process that started it; whatever happens, its folders are then removed.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ def _serve(run: StepRun, orders: Iterable[str], answer: Answer) -> None:
         match order.strip():
             case "step":
                 answer({"step": run.step()})
+            case "pause":
+                run.pause()
+                answer({"pause": None})
             case "finish":
                 answer({"result": run.finish()})
                 return
@@ -98,8 +101,9 @@ class StepRun:
         self._config = make_config(task.shape, task.training.sequence_length)
         self._generator = torch.Generator().manual_seed(1)
         self._resources = ExitStack()
-        self._steps = 0
-        self._trace = Trace(first_step=task.warmup + task.steps, steps=1)
+        self._steps = self._timed_steps = 0
+        self._last_end: float | None = None
+        self._trace = Trace(first_step=task.trace_step, steps=1)
         if self._device.type == "cuda" and task.engine.gpu_memory_bytes is not None:
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, task.engine.gpu_memory_bytes / total), self._device)
@@ -109,6 +113,7 @@ class StepRun:
             self._session = self._resources.enter_context(self._open(weights))
         self.setup_seconds = time.perf_counter() - begin
         self._context_bytes: int | None = None
+        self._before = self._session.statistics
         self._look_at_gpu()
 
     def _open(self, weights: PooledWeights) -> lohan.Session:
@@ -135,44 +140,56 @@ class StepRun:
         )
 
     def step(self) -> Record:
-        """One step on new random tokens: `seconds` from the forward's begin until every unit is updated and, with durability `step`,
-        the step is committed.
+        """One step on new random tokens, after another one: `seconds` from the end of that one's backward to the end of its own.
+
+        Steps follow each other as in a run: nobody waits for the updates, but each forward for those of the units that it comes to. After
+        a pause a step that does not count goes before.
 
         Raises:
             EngineError: it is not a step to be timed: the loss is not finite, or a background stage failed.
         """
+        begin = self._last_end if self._last_end is not None else self._take_step()[1]
+        loss, self._last_end = self._take_step()
+        self._timed_steps += 1
+        self._look_at_gpu()
+        return {"seconds": self._last_end - begin, "loss": loss}
+
+    def pause(self) -> None:
+        """Finish all updates and records, so that nothing goes on while others take their steps."""
+        self._session.wait()
+        self._last_end = None
+
+    def _take_step(self) -> tuple[float, float]:
+        """The loss of one step, and when its backward had ended."""
         training, session = self._task.training, self._session
         shape = (training.batch_size, training.sequence_length)
         tokens = torch.randint(self._config.vocab_size, shape, generator=self._generator).to(self._device)
-        before = session.statistics
-        self._finish_device_work()
-        begin = time.perf_counter()
         loss = self._model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         self._optimizer.step()
+        value = float(loss.detach())  # which waits for the device, as a run's log does
+        session.wait_gradients()
+        end = time.perf_counter()
         if session.durability is Durability.STEP:
-            # In a run the record is written under the next forward, so that the figure is an upper bound.
             session.commit({})
-        session.wait()
-        self._finish_device_work()
-        seconds = time.perf_counter() - begin
         self._steps += 1
-        self._look_at_gpu()
-        after = session.statistics
-        value = float(loss.detach())
-        if value != value or after.skipped_steps:
-            raise EngineError(f"the loss of step {self._steps} is {value}, and {after.skipped_steps} steps were left out")
-        return {
-            "seconds": seconds,
-            "loss": value,
-            "bytes_read": after.bytes_read - before.bytes_read,
-            "bytes_written": after.bytes_written - before.bytes_written,
-        }
+        skipped = session.statistics.skipped_steps
+        if value != value or skipped:
+            raise EngineError(f"the loss of step {self._steps} is {value}, and {skipped} steps were left out")
+        return value, end
 
     def finish(self) -> Record:
-        """What the run took, and how fast one block is in its place."""
+        """What the run took (bytes are of a step, on average), and how fast one block is in its place."""
+        self.pause()
         statistics = self._session.statistics
-        result = {"clip_rate": statistics.clip_rate, "host_peak_bytes": host_peak_bytes(), **self._gpu_peaks(), **self._busy()}
+        result = {
+            "bytes_read": (statistics.bytes_read - self._before.bytes_read) // max(1, self._steps),
+            "bytes_written": (statistics.bytes_written - self._before.bytes_written) // max(1, self._steps),
+            "clip_rate": statistics.clip_rate,
+            "host_peak_bytes": host_peak_bytes(),
+            **self._gpu_peaks(),
+            **self._busy(),
+        }
         self._resources.close()
         training = self._task.training
         rows, length = self._session.micro_batch_size, training.sequence_length
@@ -201,12 +218,8 @@ class StepRun:
 
     def _look_at_gpu(self) -> None:
         """When the warm-up is over: all kernels are loaded then, and other processes on the GPU have not moved since this one began."""
-        if self._device.type == "cuda" and self._steps == self._task.warmup:
+        if self._device.type == "cuda" and self._timed_steps == self._task.warmup:
             self._context_bytes = self._gpu.context_bytes(self._device)
-
-    def _finish_device_work(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def __enter__(self) -> Self:
         return self

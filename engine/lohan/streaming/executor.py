@@ -47,7 +47,7 @@ _Kind = TypeVar("_Kind", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a session has done so far; `last_step` is complete once `Session.wait` has returned."""
+    """What a session has done so far; `last_step` is complete once `Session.wait_gradients` or `Session.wait` has returned."""
 
     steps: int
     """Updates, skipped ones included; those whose record is written are `committed_steps`."""
@@ -108,6 +108,17 @@ class Session:
         self._stages.pending.wait_all()
         if trace is not None:
             trace.add(trace.step, Wait.UPDATES, None, begun, trace.mark(trace.step))
+
+    def wait_gradients(self) -> None:
+        """Block until all gradients of the newest step have been looked at, so that `Statistics.last_step` is its.
+
+        Where updates begin after the backward they go on meanwhile, under the next forward.
+
+        Raises:
+            EngineError: a background stage failed; its error is the cause.
+        """
+        self._driver.check()
+        self._stages.pending.wait_judged(self._driver.steps)
 
     def commit(self, payload: Mapping[str, Any]) -> None:
         """Have the step just finished recorded with `payload` (JSON-ready), which a resumed session finds again. Does not wait.

@@ -131,6 +131,7 @@ class OptimizerWorker:
         self.clipped_steps, self.skipped_steps = int(kept["clipped_steps"]), int(kept["skipped_steps"])
         if "speculation" in kept:
             self.speculation.restore(kept["speculation"])
+        self._pending.judged(step)
         self._pending.recorded(step)
         self._commits.resume(step, with_payload=payload.keys() != {PAYLOAD_KEY})
 
@@ -240,6 +241,7 @@ class OptimizerWorker:
         self.clipped_steps += statistics.clipped
         self.skipped_steps += statistics.skipped
         self.speculation.note(statistics, speculated=self._speculates)
+        self._pending.judged(step)
         updates, self._deferred = self._deferred, []
         if statistics.skipped:
             self._skip(updates)

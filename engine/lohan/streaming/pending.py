@@ -49,13 +49,14 @@ class Failure:
 
 
 class PendingUpdates:
-    """Units whose weights on disk are about to change, and records that are to be written. A reader of a unit waits here, per unit and not
-    per step. Thread-safe."""
+    """Units whose weights on disk are about to change, steps whose gradients are not known yet, and records that are to be written. A
+    reader of a unit waits here, per unit and not per step. Thread-safe."""
 
     def __init__(self, failure: Failure) -> None:
         self._condition = threading.Condition()
         self._units: set[int] = set()
         self._step_to_record = self._recorded_step = 0
+        self._judged_step = 0
         self._names_to_keep = 0
         self._failure = failure
         failure.wake(self._condition)
@@ -83,6 +84,18 @@ class PendingUpdates:
         """
         with self._condition:
             self._condition.wait_for(lambda: unit not in self._units or self._failure.failed)
+        self._failure.check()
+
+    def judged(self, step: int) -> None:
+        """The gradients of `step` have all been looked at."""
+        with self._condition:
+            self._judged_step = step
+            self._condition.notify_all()
+
+    def wait_judged(self, step: int) -> None:
+        """Block until the gradients of `step` have all been looked at; raises as `wait`."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._judged_step >= step or self._failure.failed)
         self._failure.check()
 
     def record(self, step: int) -> None:

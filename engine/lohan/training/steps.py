@@ -82,7 +82,7 @@ class Steps:
 
         Args:
             evaluation_seconds: what the evaluation before them took, where there was one.
-            on_step: called when a step's updates are done.
+            on_step: called after every step; its last updates may be under way.
         """
         if evaluation_seconds is not None:
             self._clock.afterwards_seconds = evaluation_seconds
@@ -121,8 +121,8 @@ class Steps:
         loss.backward()  # type: ignore[no-untyped-call]  # torch declares it without types
         self._optimizer.step()
         self._scheduler.step()
-        # The first unit of the next forward is the last to be updated, so waiting here costs nothing and names the step that failed.
-        session.wait()
+        # Not for the updates: those that begin after the backward lie under the next forward.
+        session.wait_gradients()
         seconds = time.monotonic() - begun
         self._clock.add(seconds)
         self._tokens_seen += batch.tokens
