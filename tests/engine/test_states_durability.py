@@ -321,6 +321,15 @@ def test_a_failed_sync_of_the_data_leaves_the_step_before(expected, tmp_path, mo
         assert same(contents(states), expected[1])
 
 
+def test_data_files_are_synced_at_the_same_time(tmp_path, monkeypatch):
+    with opened([tmp_path / "a", tmp_path / "b"]) as states:
+        states.begin_step(1)
+        change(states, 1)
+        all_are_in = threading.Barrier(len(states._files), timeout=60)
+        monkeypatch.setattr(type(next(iter(states._files.values()))), "sync", lambda _self: all_are_in.wait())
+        states.commit(1, {})
+
+
 # ---------------------------------------------------------------- sudden death
 def test_a_killed_process_leaves_one_whole_step(expected, tmp_path):
     subprocess.run([sys.executable, "-m", "tests.engine.state_files", str(tmp_path)], check=True, cwd=ROOT, timeout=120)
