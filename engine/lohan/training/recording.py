@@ -71,10 +71,13 @@ class Recording:
         Raises:
             EngineError: a background stage failed.
         """
-        try:
-            self._session.wait_kept()
-        except NamedSnapshotError as error:
-            self._warn(error)
+        while True:
+            try:
+                self._session.wait_kept()
+            except NamedSnapshotError as error:  # one of them
+                self._warn(error)
+            else:
+                return
 
     def _is_time(self) -> bool:
         return monotonic() - self._recorded_at >= self._seconds
