@@ -97,6 +97,7 @@ void UpdateFloat32Moments(const AdamScalars& scalars, const void* gradients, flo
 const AdamKernels LOHAN_KERNELS = {
     {LOHAN_UPDATES(kFloat32), LOHAN_UPDATES(kBfloat16)},
     {AddSquares<GradientType::kFloat32>, AddSquares<GradientType::kBfloat16>},
+    SumOf,
     {AddExactly<GradientType::kFloat32>, AddExactly<GradientType::kBfloat16>},
     SplitAll,
     JoinAll,

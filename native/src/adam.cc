@@ -97,16 +97,6 @@ StateForm FormOf(const AdamState& in, const AdamState& out) {
 
 using BlockSums = std::array<float, kNormSumsPerBlock>;
 
-/// The parts' sums added up in double, in order, then the lanes in halves.
-double SumOf(const BlockSums& sums) {
-  std::array<double, kNormLanes> lanes = {};
-  for (size_t i = 0; i < sums.size(); ++i) lanes[i % kNormLanes] += static_cast<double>(sums[i]);
-  for (size_t half = kNormLanes / 2; half > 0; half /= 2) {
-    for (size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
-  }
-  return lanes[0];
-}
-
 /// Adds neighbours in pairs until one is left: the tree depends on the number of blocks alone.
 double SumOfPairs(std::vector<double>& values) {
   if (values.empty()) return 0.0;
@@ -148,7 +138,7 @@ UpdateResult RunPass(const AdamKernels& kernels, const GradientArray& gradients,
         add(range, first, stop, sums.data());
       });
       double& squared_norm = squared_norms[static_cast<size_t>(block)];
-      squared_norm = SumOf(sums);
+      squared_norm = kernels.sum_of(sums.data());
       if (std::isfinite(squared_norm)) continue;
       // A gradient is not finite, or is finite and has no square in fp32.
       ExactNorm norm = {0.0, 0};

@@ -131,6 +131,22 @@ void AddSquares(const void* gradients, float gradient_scale, int64_t begin, int6
   });
 }
 
+double SumOf(const float* block_sums) {
+  constexpr int kVectors = kNormLanes / kDoubleLanes;
+  Doubles lanes[kVectors] = {};
+  for (int64_t part = 0; part < kNormSumsPerBlock; part += kNormLanes) {
+    for (int vector = 0; vector < kVectors; ++vector) {
+      lanes[vector] += LoadAsDoubles(block_sums + part + vector * kDoubleLanes);
+    }
+  }
+  double sums[kNormLanes];
+  for (int vector = 0; vector < kVectors; ++vector) Store(lanes[vector], sums + vector * kDoubleLanes);
+  for (int64_t half = kNormLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+  }
+  return sums[0];
+}
+
 template <GradientType kType>
 void AddExactly(const void* gradients, float gradient_scale, int64_t begin, int64_t end, ExactNorm* norm) {
   const auto* source = static_cast<const typename GradientOf<kType>::Element*>(gradients);

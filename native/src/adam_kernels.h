@@ -53,6 +53,9 @@ struct AdamKernels {
                               float* block_sums);
   AddSquares add_squares[2];
 
+  /// A block's kNormSumsPerBlock sums in double: part after part by lane, then the lanes in halves.
+  double (*sum_of)(const float* block_sums);
+
   /// The slow way, one after the other in double, for blocks whose fp32 sums are not finite; by GradientType.
   using AddExactly = void (*)(const void* gradients, float gradient_scale, int64_t begin, int64_t end,
                               ExactNorm* norm);

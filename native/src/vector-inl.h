@@ -31,6 +31,8 @@ constexpr int kLanes = 4;
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+constexpr int kDoubleLanes = kLanes / 2;
+typedef double Doubles __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 typedef int16_t SignedHalves __attribute__((vector_size(kLanes * 2)));
 
@@ -44,6 +46,12 @@ inline Vector Load(const Element* source) {
 template <typename Vector, typename Element>
 inline void Store(const Vector& vector, Element* target) {
   __builtin_memcpy(target, &vector, sizeof(vector));
+}
+
+/// kDoubleLanes floats, each as a double.
+inline Doubles LoadAsDoubles(const float* source) {
+  typedef float HalfOfFloats __attribute__((vector_size(kLanes * 2)));
+  return __builtin_convertvector(Load<HalfOfFloats>(source), Doubles);
 }
 
 inline Floats Broadcast(float value) { return value - Floats{}; }

@@ -40,7 +40,7 @@ def traced(model, directory: Path, *, steps: int = 4, **options) -> tuple[tuple[
     trace = Trace(first_step=2, steps=2)
     with open_session(model, adamw(model), directory, trace=trace, **options) as session:
         for batch in make_batches(steps):
-            model(**batch).loss.backward()
+            model(**{name: tensor.to(session.device) for name, tensor in batch.items()}).loss.backward()
             session.wait()
         operations = session.operations
     return tuple(operations), list(trace.steps)
