@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints chromium up worker doctor demo test test-native test-native-soak test-parity test-crash test-engine test-app test-e2e \
+.PHONY: help setup constraints chromium filesystems up worker doctor demo test test-native test-native-soak test-parity test-crash test-engine test-app test-e2e \
         lint fmt types stubs migrate revision vendor bench bench-step-gpu clean
 
 BIN := .venv/bin
@@ -39,6 +39,9 @@ constraints: setup  ## Write .ci/constraints.txt from what .venv holds
 chromium:  ## Install Debian's Chromium for the browser tests, where that may be done
 	@.ci/chromium
 
+filesystems:  ## Install Debian's tools for XFS and btrfs, for the tests of power failures, where that may be done
+	@.ci/filesystems
+
 ##@ Check
 define build_ctest
 @cmake -S native -B $(NATIVE_BUILD) -G Ninja -DCMAKE_BUILD_TYPE=Release >/dev/null
@@ -50,7 +53,7 @@ $(build_ctest)
 @ctest --test-dir $(NATIVE_BUILD) --output-on-failure --no-tests=error
 endef
 
-test: setup chromium  ## Run every test: native, parity, engine, service, browser (T=path runs one file)
+test: setup chromium filesystems  ## Run every test: native, parity, engine, service, browser (T=path runs one file)
 	$(if $(T),,$(run_ctest))
 	@$(PYTEST) --durations=15 $(or $(T),tests)
 
@@ -65,7 +68,7 @@ test-native-soak: setup  ## Run a million small file operations on each engine: 
 test-parity: setup  ## Compare the engine with plain PyTorch, step by step
 	@$(PYTEST) tests/engine -k parity
 
-test-crash: setup  ## Kill trainers at random instants and every boundary of a step, cut the power, fail transfers (N=how many, SEED=which instants)
+test-crash: setup filesystems  ## Kill trainers at random instants and every boundary of a step, cut the power, fail transfers (N=how many, SEED=which instants)
 	@LOHAN_CRASH_KILLS=$(or $(N),100) $(if $(SEED),LOHAN_CRASH_SEED=$(SEED)) $(PYTEST) tests/engine/test_crash.py tests/engine/test_crash_power_cut.py \
 		tests/engine/test_states_power_cut.py tests/engine/test_states_durability.py tests/engine/test_states_snapshots.py
 

@@ -29,8 +29,8 @@ from transformers import LlamaConfig
 
 import lohan
 from lohan.bench.records import document, write_document
+from lohan.bench.step_model import PooledWeights
 from lohan.config import Precision
-from lohan.models.weights import WeightSource
 from lohan.streaming.parameters import DebugMode
 from lohan.units import GIB, format_bytes
 
@@ -193,35 +193,6 @@ CHECKS: dict[str, Callable[[], Record]] = {
 
 
 # ---------------------------------------------------------------- steps
-class RandomWeights(WeightSource):
-    """Weights made on the GPU, where a billion of them take a moment; the CPU's generator takes a minute."""
-
-    place = "random"
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        self._generator = torch.Generator(device=DEVICE).manual_seed(0)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.bfloat16
-
-    def read(self, name: str) -> torch.Tensor:
-        shape = self._shapes[name]
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16)
-        return torch.randn(shape, device=DEVICE, generator=self._generator).mul_(0.02).to("cpu", torch.bfloat16)
-
-    def close(self) -> None:
-        self._shapes.clear()
-
-
 def _steps(folder: Path, arguments: argparse.Namespace) -> Record:
     """A few steps of a 1.1B Llama; the first one includes warming up."""
     config = LlamaConfig(**SHAPES[arguments.shape], vocab_size=32000, max_position_embeddings=2048)
@@ -244,7 +215,7 @@ def _steps(folder: Path, arguments: argparse.Namespace) -> Record:
             device=DEVICE,
             precision=Precision.BF16,
             state_directories=[folder],
-            weights=RandomWeights(model),
+            weights=PooledWeights(model, torch.bfloat16),
         )
         load_seconds = time.perf_counter() - begin
         with session:
