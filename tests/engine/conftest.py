@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.engine.crash_runs import References, Trainers
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +27,32 @@ def _one_torch_thread() -> None:
 def a_drive(monkeypatch) -> None:
     """`lohan bench step` takes the folder of a test for one on a drive, also where it is in memory."""
     monkeypatch.setattr("lohan.bench.step_options.filesystem_type", lambda _: "ext4")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """torch refuses operators whose result depends on the order in which threads come."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Trainers:
+    """Starts the trainers that a module's tests kill."""
+    from tests.engine.crash_runs import Trainers
+
+    return Trainers()
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory, trainers: Trainers) -> References:
+    """Runs that nobody disturbed, to compare with."""
+    from tests.engine.crash_runs import References
+
+    return References(tmp_path_factory.mktemp("references"), trainers)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

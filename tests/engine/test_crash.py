@@ -36,16 +36,6 @@ BOUNDARIES = {"StateStore.write", "StoreFile.sync", "chunk_pipeline.adamw_update
 pytestmark = pytest.mark.timeout(300 if IS_SHORT else 0)
 
 
-@pytest.fixture(scope="module")
-def trainers() -> Trainers:
-    return Trainers()
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory, trainers: Trainers) -> References:
-    return References(tmp_path_factory.mktemp("references"), trainers)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_killed_at_random_instants(tmp_path: Path, trainers: Trainers, references: References, kind: Kind) -> None:
     expected, seconds = references.get(kind.form)

@@ -34,16 +34,6 @@ CUTS = 1 if IS_SHORT else 4
 pytestmark = pytest.mark.timeout(300 if IS_SHORT else 0)
 
 
-@pytest.fixture(scope="module")
-def trainers() -> Trainers:
-    return Trainers()
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory, trainers: Trainers) -> References:
-    return References(tmp_path_factory.mktemp("references"), trainers)
-
-
 @pytest.mark.parametrize("filesystem", ["ext4", "xfs"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_power_is_cut_at_random_instants(

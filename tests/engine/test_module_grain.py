@@ -41,13 +41,6 @@ STEPS = 8
 FAMILIES = ["llama", "llama tied", "qwen2", "qwen3"]
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 # ---------------------------------------------------------------- units
 @pytest.mark.parametrize("name", CONFIGS)
 def test_units_are_the_blocks_modules_and_hold_every_parameter_once(name):

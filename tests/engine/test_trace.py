@@ -28,13 +28,6 @@ PLACEMENTS = {"ssd": 0, "half": STATE_BYTES // 2, "ram": 4 * STATE_BYTES}
 DURABLE = {"durability": Durability.STEP, "unsafe_filesystems": UnsafeFilesystems.ALLOW}
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def traced(model, directory: Path, *, steps: int = 4, **options) -> tuple[tuple[Operation, ...], list[StepTrace]]:
     """What the steps of a session should do, and what the second and third of them did."""
     trace = Trace(first_step=2, steps=2)

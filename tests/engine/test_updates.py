@@ -29,13 +29,6 @@ from tests.engine.reference import (
 )
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 # ---------------------------------------------------------------- schedules
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(("precision", "states"), [("fp32", "auto"), ("bf16", "auto"), ("bf16", "8bit")])

@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from lohan._native import AlignedBuffer, FaultPlan, IoEngine, IoFile, IoPool, IoTicket, io_uring_refusal
 from lohan.hardware.transfers import Engine, Operation, TransferSetting
+from lohan.units import MIB
 
 # 70 % reads, as evenly spread as ten places allow.
 _MIXED_PATTERN: Final = "rrwrrwrrwr"
@@ -19,7 +20,7 @@ _MIXED_PATTERN: Final = "rrwrrwrrwr"
 # the blocks in flight take little memory a batch is as many, so that Python is seldom waited for (a quarter of eight 256 KiB: 84 % of the
 # speed). Where they take more it is a quarter: fio has one buffer for each block in flight, and twice as much falls out of the processor's
 # cache sooner (eight 1 MiB: 87 % with twice as much, 91-95 % with a quarter more).
-_LITTLE_BYTES: Final = 4 << 20
+_LITTLE_BYTES: Final = 4 * MIB
 _NATIVE: Final = {Engine.URING: IoEngine.URING, Engine.THREADS: IoEngine.THREADS}
 
 
