@@ -12,7 +12,8 @@ from fixtures.things import TINY, ready_dataset, ready_model, run_body
 from sqlalchemy import Engine, func, select, update
 from starlette.testclient import TestClient
 
-from lohan.planning.plan import Plan, Tier
+from lohan.planning.plan import Plan
+from lohan.planning.tiers import Tier
 from lohan_app.auth.schemas import Scope
 from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import AuditEntry, BaseModelState, DatasetState, IdempotencyKey, Run, RunState, Wanted

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from lohan.events import Event, EventType
-from lohan.planning.plan import Plan, PlanItem, Tier, TierPlan
+from lohan.planning.plan import Plan, PlanItem, TierPlan
+from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind, UnitWorkload, Workload
 from lohan.units import GIB
 from lohan_app.db import write_transaction

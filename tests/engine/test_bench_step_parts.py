@@ -29,7 +29,7 @@ from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import GpuFacts, probe
 from lohan.hardware.transfers import Engine, TransferChoice, TransferSetting, save_choice
 from lohan.models.blocks import trace_workload
-from lohan.planning.plan import Tier
+from lohan.planning.tiers import Tier
 from lohan.units import GIB, MIB
 from tests.engine.bench_runs import step_options
 

@@ -10,8 +10,9 @@ from lohan.config import Clip, EngineSection, Precision, TrainingSection
 from lohan.errors import CapacityError
 from lohan.hardware.probe import probe
 from lohan.models.blocks import trace_workload
-from lohan.planning.plan import Plan, Tier
+from lohan.planning.plan import Plan
 from lohan.planning.planner import make_plan
+from lohan.planning.tiers import Tier
 from tests.engine.reference import adamw, make_batches, make_llama, open_session
 
 PAGE_BYTES = 4096

@@ -24,10 +24,10 @@ from lohan.planning.operations import (
     expected_order,
     step_operations,
 )
-from lohan.planning.plan import Tier
 from lohan.planning.schedule import Begin, update_order
 from lohan.planning.slots import size_slots
 from lohan.planning.state_form import StateForm
+from lohan.planning.tiers import Tier
 
 CHUNK = 1024
 BLOCKS = 6

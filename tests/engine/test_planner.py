@@ -11,8 +11,9 @@ import pytest
 from lohan.config import EngineSection, Precision, States, TrainingSection, UpdateSchedule
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import CpuFacts, GpuFacts, HardwareFacts, RamFacts, StateDirectoryFacts, _cpu, probe
-from lohan.planning.plan import Plan, Tier
+from lohan.planning.plan import Plan
 from lohan.planning.planner import default_precision, make_plan
+from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind, UnitWorkload, Workload
 from lohan.units import GIB, format_bytes
 

@@ -6,8 +6,8 @@ import pytest
 
 from lohan.config import EngineSection
 from lohan.errors import CapacityError, ConfigError
-from lohan.planning.plan import Tier
 from lohan.planning.slots import SlotSizes, size_slots
+from lohan.planning.tiers import Tier
 from lohan.planning.workload import ModuleWorkload, UnitKind, UnitWorkload, Workload
 from lohan.units import GIB
 from tests.engine.test_planner import items, llama, machine, plan_of

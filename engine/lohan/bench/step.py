@@ -25,7 +25,7 @@ from lohan.bench.step_plans import make_task, waves
 from lohan.bench.step_shapes import SHAPES, step_flops
 from lohan.errors import LohanError
 from lohan.hardware.probe import probe
-from lohan.planning.plan import Tier
+from lohan.planning.tiers import Tier
 
 KERNELS: Final = "eager"
 SYSTEM: Final = "lohan"

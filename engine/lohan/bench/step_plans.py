@@ -10,9 +10,9 @@ from lohan.bench.step_options import StatesTier, StepOptions, StepSetting, StepT
 from lohan.config import Durability, EngineSection, Precision, TrainingSection
 from lohan.errors import CapacityError
 from lohan.hardware.probe import HardwareFacts, StateDirectoryFacts
-from lohan.planning.plan import Tier
 from lohan.planning.planner import RAM_RESERVE_BYTES, SSD_RESERVE_BYTES, make_plan
 from lohan.planning.state_form import StateForm
+from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from lohan.events import EventType, ExitReason
 from lohan.planning.operations import Resource
-from lohan.planning.plan import Tier
 from lohan.planning.step_trace import Wait, mean_busy
+from lohan.planning.tiers import Tier
 from lohan.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:

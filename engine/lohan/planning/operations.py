@@ -15,10 +15,10 @@ from types import MappingProxyType
 from lohan.config import Durability
 from lohan.planning.access import AccessOrder, Load, Phase, SlotWalk
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS, HOST_STAGING_BUFFERS
-from lohan.planning.plan import Tier
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.slots import SlotSizes
 from lohan.planning.state_form import StateForm
+from lohan.planning.tiers import Tier
 
 
 class Resource(StrEnum):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lohan.planning.retention import Retention
+from lohan.planning.tiers import Tier
+
 PLAN_VERSION = 1
-
-
-class Tier(StrEnum):
-    GPU = "gpu"
-    RAM = "ram"
-    SSD = "ssd"
 
 
 class PlanItem(BaseModel):
@@ -68,7 +64,9 @@ class Plan(BaseModel):
     kept_units: int = 0
     """Units whose weights stay on the device from forward to backward, in slots of their own."""
     policy: str = "recompute-all"
-    """What happens to a block's inner activations."""
+    """What decided what happens to a block's inner activations."""
+    retention: Retention = Retention()
+    """Which of them are kept, and where."""
     schedule: str = "optimized"
     """When updates run: `serial`, `naive` or `optimized`, see `lohan.config.UpdateSchedule`; plans of older versions say `on-arrival`."""
     durability: str = "none"

@@ -29,9 +29,10 @@ from lohan.planning.footprint import (
     ssd_bytes_written,
     state_items,
 )
-from lohan.planning.plan import Plan, PlanItem, Tier, TierPlan
+from lohan.planning.plan import Plan, PlanItem, TierPlan
 from lohan.planning.schedule import can_speculate, update_order
 from lohan.planning.slots import WORKING_SLOTS
+from lohan.planning.tiers import Tier
 from lohan.planning.workload import Workload
 from lohan.units import GIB, format_bytes
 

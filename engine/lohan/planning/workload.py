@@ -10,7 +10,7 @@ import hashlib
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 WORKLOAD_VERSION = 1
 
@@ -53,6 +53,51 @@ class ModuleWorkload(BaseModel):
     """Inputs of regions, each as large as the block's input."""
 
 
+class Coefficients(BaseModel):
+    """A quantity of one block that depends on the rows and their length: fixed + per_token x T + per_token_and_length x T x length, where
+    T = rows x length."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fixed: FiniteFloat = 0.0
+    per_token: FiniteFloat = 0.0
+    per_token_and_length: FiniteFloat = 0.0
+
+    def at(self, rows: int, length: int) -> float:
+        """The quantity for `rows` rows of `length` tokens."""
+        tokens = rows * length
+        return self.fixed + self.per_token * tokens + self.per_token_and_length * tokens * length
+
+
+class OperatorGroup(StrEnum):
+    """What an operator's time depends on."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    OTHER = "other"
+    """Its traffic with the device's memory."""
+
+
+class OperatorWorkload(BaseModel):
+    """One operator of a block's forward, as it is dispatched to the device."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    label: str
+    """What plan, engine and profile call it: see `lohan.models.operators`."""
+    group: OperatorGroup
+    flops: Coefficients
+    """Of its forward; a multiplication and an addition are two."""
+    output_elements: Coefficients
+    """Of all its outputs that a backward may need, in the working precision: fp32 counts twice."""
+    traffic_elements: Coefficients
+    """Read and written, in the working precision."""
+    can_be_kept: bool
+    """Whether its outputs may stand in for it: it draws no random numbers, its outputs are no views, and nothing writes to them."""
+    is_recomputed: bool = True
+    """Whether a recomputation gets as far as this operator: it ends when autograd has all that it saved."""
+
+
 class Workload(BaseModel):
     """A model's needs. Sizes are in elements; bytes follow from the precision a plan chooses."""
 
@@ -70,6 +115,12 @@ class Workload(BaseModel):
     """Elements autograd saves for one token while one block is recomputed: the peak between two boundaries."""
     modules: ModuleWorkload | None = None
     """None where the blocks cannot be cut, and in workloads that were traced before they could."""
+
+    operators: tuple[OperatorWorkload, ...] = ()
+    """Of one block, in the order of its forward; none in workloads that were traced before they were counted, or whose block cannot be
+    traced by itself."""
+    head_flops_per_token: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Of the output projection's forward."""
 
     @property
     def parameters(self) -> int:

@@ -17,10 +17,10 @@ from lohan.config import Clip, ClipUpdate, Durability, Precision, States, UnitGr
 from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
 from lohan.planning.operations import expected_order
-from lohan.planning.plan import Tier
 from lohan.planning.slots import WORKING_SLOTS, size_slots
 from lohan.planning.state_form import StateForm
 from lohan.planning.step_trace import Wait
+from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming import installation

@@ -24,9 +24,9 @@ from lohan.planning.operations import (
     access_order,
     step_operations,
 )
-from lohan.planning.plan import Tier
 from lohan.planning.schedule import Begin, speculated_order
 from lohan.planning.state_form import StateForm
+from lohan.planning.tiers import Tier
 from lohan.states.state_store import StateStore
 from lohan.streaming.clipping import UpdateRules
 from lohan.streaming.gradients import GradientOffload
