@@ -92,6 +92,19 @@ class UpdateSchedule(StrEnum):
     """As a unit's gradients arrive; the next chunk is read and the previous one written while one is updated."""
 
 
+class GradientBuffers(StrEnum):
+    """For how many units gradients find room in host memory while they wait for their update."""
+
+    AUTO = "auto"
+    """The plan chooses: `all` where a GPU computes, the schedule is `optimized` and host memory has room for it; else `few`."""
+    FEW = "few"
+    """Three, each as large as the largest unit's: a backward that is faster than the updates waits for them. Units are updated in the order
+    in which their gradients arrive."""
+    ALL = "all"
+    """One for each unit: 2 bytes a parameter, 4 in fp32. The backward waits for no update, and of the units that wait the one that the next
+    forward needs first is updated first, so that the rest lies under that forward."""
+
+
 class UnitGrain(StrEnum):
     """What a block moves as: whole, or module by module."""
 
@@ -179,6 +192,9 @@ class EngineSection(_Section):
     """Cap on the host memory the run may hold; None means what is free."""
     schedule: UpdateSchedule = UpdateSchedule.OPTIMIZED
     """When weights are updated: `serial`, `naive` or `optimized`; the results are the same."""
+    gradient_buffers: GradientBuffers = GradientBuffers.AUTO
+    """Host memory for gradients that wait for their update: `few` units', or `all`, so that the backward never waits for updates; `auto`
+    takes `all` on a GPU where there is room. Where updates begin after the backward it is always `all`."""
     clip_updates: ClipUpdate = ClipUpdate.AUTO
     """With `training.clip = "global"` and durability `step`: `defer` updates after the backward, `speculate` on arrival, and again with
     the right factor where gradients are clipped; `auto` speculates while fewer than a quarter of the last 32 steps would be done again."""

@@ -44,10 +44,11 @@ def _deterministic():
 
 
 def variants_of(device: str) -> list[dict[str, Any]]:
-    """Every schedule in every placement, and every durability in every placement with one schedule after the other; updates that may be
-    speculated are."""
+    """Every schedule in every placement, one with gradient buffers for all units too, and every durability in every placement with one
+    schedule after the other; updates that may be speculated are."""
     none = [{"schedule": schedule, "ram_state_bytes": ram_bytes} for schedule in UpdateSchedule for ram_bytes in PLACEMENTS.values()]
-    schedules = cycle(UpdateSchedule)
+    none += [{"gradient_buffers": "all", "ram_state_bytes": ram_bytes} for ram_bytes in PLACEMENTS.values()]
+    schedules, buffers = cycle(UpdateSchedule), cycle(("few", "all"))
     durable = [
         {
             "durability": durability,
@@ -55,6 +56,7 @@ def variants_of(device: str) -> list[dict[str, Any]]:
             "schedule": next(schedules),
             "commit_every": 2,
             "clip_updates": "speculate",
+            "gradient_buffers": next(buffers),
         }
         for durability in (Durability.STEP, Durability.SNAPSHOT)
         for ram_bytes in PLACEMENTS.values()

@@ -67,6 +67,34 @@ def test_on_the_cpu_no_unit_has_a_slot_of_its_own():
     assert items(plan, Tier.RAM)["parameter slots"] == 3 * 12 * 4096 * 4096 * 2
 
 
+@pytest.mark.parametrize(
+    ("engine", "ram_gib", "expected"),
+    [
+        ({}, 256, "all"),
+        ({"schedule": "naive"}, 256, "few"),
+        ({"schedule": "serial"}, 256, "all"),
+        ({"gradient_buffers": "few"}, 256, "few"),
+        ({"schedule": "naive", "gradient_buffers": "all"}, 256, "all"),
+        ({"device": "cpu"}, 256, "few"),
+        ({"device": "cpu", "gradient_buffers": "all"}, 256, "all"),
+        ({}, 12, "few"),
+        ({"host_memory_bytes": 12 * GIB}, 256, "few"),
+    ],
+)
+def test_gradients_of_all_units_wait_in_host_memory_where_there_is_room(engine, ram_gib, expected):
+    workload = llama()
+    plan = plan_of(workload, hardware=machine(gpu_gib=24, ram_gib=ram_gib), engine=EngineSection(**engine))
+    assert plan.gradient_buffers == expected
+    held = items(plan, Tier.RAM)["host gradient buffers"]
+    assert held == 2 * (workload.parameters if expected == "all" else 3 * max(unit.parameters for unit in workload.units))
+    assert plan.tier(Tier.RAM).used_bytes <= plan.tier(Tier.RAM).capacity_bytes
+
+
+def test_room_that_was_asked_for_and_is_not_there_is_an_error():
+    with pytest.raises(CapacityError, match="host gradient buffers"):
+        plan_of(hardware=machine(gpu_gib=24, ram_gib=12), engine=EngineSection(gradient_buffers="all"))
+
+
 def test_a_slot_of_its_own_costs_a_unit_its_own_size():
     slots = size_slots([100, 10, 10, 10, 50], [4, 3, 2, 1], working=3, kept=2)
     assert (slots.kept, slots.kept_elements, slots.working, slots.working_elements, slots.elements) == ((4, 3), 60, 3, 100, 360)

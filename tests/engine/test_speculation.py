@@ -79,7 +79,8 @@ def test_parity_of_speculated_and_deferred_steps_bit_for_bit(variant, plain, ses
         assert_equal_training(speculated, expected)
 
 
-def test_a_redone_step_writes_twice_and_another_once(tmp_path):
+def test_a_redone_step_writes_twice_at_most_and_another_once(tmp_path):
+    """What had not begun when the norm was known is not written for nothing."""
     written = {}
     for updates, largest in ((ClipUpdate.DEFER, 1e-3), (ClipUpdate.SPECULATE, 1e-3), (ClipUpdate.SPECULATE, 1e3)):
         model = make_llama()
@@ -89,7 +90,8 @@ def test_a_redone_step_writes_twice_and_another_once(tmp_path):
             model(**make_batches(1)[0]).loss.backward()
             session.wait()
             written[updates, largest] = session.statistics.bytes_written - before
-    assert written[ClipUpdate.SPECULATE, 1e-3] == 2 * written[ClipUpdate.DEFER, 1e-3]
+    once = written[ClipUpdate.DEFER, 1e-3]
+    assert once < written[ClipUpdate.SPECULATE, 1e-3] <= 2 * once
     assert written[ClipUpdate.SPECULATE, 1e3] == written[ClipUpdate.DEFER, 1e-3]
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 import torch
 
+from lohan._native import ThreadPool, gradient_norm
 from lohan.config import Clip, Durability, Precision, States, UnsafeFilesystems, UpdateSchedule
 from lohan.errors import ConfigError, EngineError
 from lohan.states.state_store import StateStore
+from lohan.streaming import chunk_pipeline, optimizer
 from lohan.streaming.clipping import UpdateRules
+from lohan.streaming.gradients import GradientOffload, HostGradient, measure_parts
 from lohan.streaming.optimizer import OptimizerWorker
 from lohan.streaming.steps import StepDriver
 from tests.engine.reference import (
@@ -96,6 +99,90 @@ def test_updates_begin_while_the_backward_goes_on(schedule, tmp_path, monkeypatc
     for chunk, following in pairwise(chunks):
         if chunk[0] == following[0]:
             assert order.index(("read", *following)) < order.index(("write", *chunk)), "the next is read while one is updated"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"gradient_buffers": "all"}, [4, 0, 1, 2, 3]),
+        ({"gradient_buffers": "all", "schedule": "naive"}, [4, 0, 1, 2, 3]),
+        ({"gradient_buffers": "all", "schedule": "serial"}, [0, 1, 2, 3, 4]),
+        ({"gradient_buffers": "few"}, [4, 3, 2, 1, 0]),
+    ],
+)
+def test_of_units_that_wait_the_one_that_is_needed_first_is_next(options, expected, tmp_path, monkeypatch):
+    """The head's update, or with few buffers any, takes until the backward has ended or its buffers are used up."""
+    model, order = make_llama(), []
+    backward_ended = threading.Event()
+    waits = options["gradient_buffers"] == "all" and options.get("schedule") != "serial"
+
+    def update(*arguments, **keywords):
+        if waits:
+            assert backward_ended.wait(60), "the backward waits for an update"
+        return chunk_pipeline_update(*arguments, **keywords)
+
+    chunk_pipeline_update = chunk_pipeline.adamw_update
+    begin = StateStore.write
+
+    def noted_write(store, layout, chunk, stream, source):
+        order.append(layout.index)
+        return begin(store, layout, chunk, stream, source)
+
+    with open_session(model, adamw(model), tmp_path, **options) as session:
+        monkeypatch.setattr(chunk_pipeline, "adamw_update", update)
+        monkeypatch.setattr(StateStore, "write", noted_write)
+        model(**make_batches(1)[0]).loss.backward()
+        backward_ended.set()
+        session.wait()
+    assert list(dict.fromkeys(order)) == expected
+    assert [unit for unit, _ in groupby(order)] == expected, "a unit's chunks stay together"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_measured_on_the_device_are_those_measured_here(dtype, tmp_path):
+    """The roundings of n additions in fp32 wander by sqrt(n) / 2^24 of the sum where they are all made in a row: n is 60,000 at most."""
+    gradients = torch.randn(100_000, generator=torch.Generator().manual_seed(1)).mul_(1e-3).to(dtype)
+    gradients[60_000:70_000] = float("nan")  # between the parameters: undefined
+    parts = [(0, 60_000), (70_000, 1), (70_001, 29_999)]
+    norms = measure_parts(gradients, parts, torch.empty(5))
+    host = HostGradient(torch.empty(0), torch.empty(5), torch.device("cpu"))
+    host.take_norms(norms)
+    pool = ThreadPool(1)
+    expected = sum(gradient_norm(gradients[offset : offset + length], pool=pool).squared_norm for offset, length in parts)
+    assert host.squared_norm == pytest.approx(expected, rel=60_000**0.5 / 2**24)
+
+
+@pytest.mark.parametrize("clip", ["global", "per_unit"])
+def test_steps_take_the_norms_that_the_device_measured(clip, tmp_path, monkeypatch):
+    batches, send = make_batches(3), GradientOffload.send
+
+    def measured(offload, unit, gradients, parts):
+        host = send(offload, unit, gradients, parts)
+        host._norms = torch.empty(len(parts))
+        host.take_norms(measure_parts(gradients, parts, torch.empty(len(parts))))
+        return host
+
+    def train(name, **options):
+        return train_streamed(make_llama(), batches, tmp_path / name, clip=clip, max_gradient_norm=0.5, **options)
+
+    expected = train("here")
+    accumulated = train_streamed(make_llama(), batches, tmp_path / "sums here", clip=clip, max_gradient_norm=0.5, accumulation=3)
+    monkeypatch.setattr(GradientOffload, "send", measured)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "measure", None)
+        assert_equal_training(train("on the device"), expected)
+    # The norm of several backwards' sum is not the last one's.
+    again = train_streamed(make_llama(), batches, tmp_path / "sums", clip=clip, max_gradient_norm=0.5, accumulation=3)
+    assert_bitwise_equal(accumulated, again)
+
+
+def test_what_the_device_finds_infinite_is_counted_here(tmp_path, monkeypatch):
+    """Squares may be beyond fp32 where gradients are not: such a step is no skipped one."""
+    monkeypatch.setattr(HostGradient, "squared_norm", property(lambda _: float("inf")))
+    batches = make_batches(2)
+    run = train_streamed(make_llama(), batches, tmp_path, clip="global", max_gradient_norm=0.5)
+    monkeypatch.undo()
+    assert_bitwise_equal(run, train_streamed(make_llama(), batches, tmp_path / "again", clip="global", max_gradient_norm=0.5))
 
 
 @pytest.mark.parametrize("schedule", UpdateSchedule)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lohan.config import Durability, EngineSection, Precision, UnitGrain
+from lohan.config import Durability, EngineSection, GradientBuffers, Precision, UnitGrain
 from lohan.planning.plan import PlanItem
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.slots import WORKING_SLOTS, SlotSizes, size_slots
@@ -175,13 +175,14 @@ def host_items(sizes: Sizes, placement: Placement, order: UpdateOrder, *, on_gpu
 
 
 def _host_gradients(sizes: Sizes, order: UpdateOrder) -> PlanItem:
-    """Gradients on the host: of a few units where updates begin on arrival, of all where they wait for the backward's end."""
+    """Gradients on the host: of a few units, or of all, in buffers of their own sizes."""
     item = sizes.itemsize
-    if order.begin is Begin.AFTER_BACKWARD:
+    if order.gradients is GradientBuffers.ALL:
+        why = "all gradients wait for the backward's end" if order.begin is Begin.AFTER_BACKWARD else "the backward waits for no update"
         return PlanItem(
             name="host gradient buffers",
             bytes=sizes.parameters * item,
-            formula=f"{format_count(sizes.parameters)} parameters x {item} B: all gradients wait for the backward's end",
+            formula=f"{format_count(sizes.parameters)} parameters x {item} B: {why}",
         )
     return PlanItem(
         name="host gradient buffers",

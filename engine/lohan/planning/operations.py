@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import groupby
 from types import MappingProxyType
 
-from lohan.config import Durability
+from lohan.config import Durability, GradientBuffers
 from lohan.planning.access import AccessOrder, Load, Phase, SlotWalk
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS, HOST_STAGING_BUFFERS
 from lohan.planning.schedule import Begin, UpdateOrder
@@ -49,7 +49,8 @@ class OperationKind(StrEnum):
     GRADIENTS_COPY = "gradients_copy"
     """A unit's gradients, from the device to host memory."""
     GRADIENT_NORM = "gradient_norm"
-    """The norm of a unit's gradients, and whether they are finite."""
+    """The norm of a unit's gradients, and whether they are finite. On a GPU it is taken there before they leave, in a few hundredths of the
+    time of their copy, and is no operation of its own."""
     STATES_READ = "states_read"
     """All states of a chunk, from the drive."""
     UPDATE = "update"
@@ -191,7 +192,7 @@ def access_order(operations: Sequence[Operation]) -> AccessOrder:
 
 
 class UpdateSequence:
-    """The order of the updates in `operations`."""
+    """The order of the updates in `operations`: of each unit's chunks, and of units where one may be chosen."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._chunks: dict[int, list[int]] = {}
@@ -199,10 +200,11 @@ class UpdateSequence:
             if operation.kind is OperationKind.UPDATE:
                 assert operation.unit is not None and operation.chunk is not None, "an update is of a chunk"
                 self._chunks.setdefault(operation.unit, []).append(operation.chunk)
-        self._places = {unit: place for place, unit in enumerate(self._chunks)}
+        forward = dict.fromkeys(operation.unit for operation in operations if operation.kind is OperationKind.FORWARD)
+        self._places = {unit: place for place, unit in enumerate(forward) if unit is not None}
 
     def place(self, unit: int) -> int:
-        """How many units are updated before `unit`."""
+        """How many units the next forward needs before `unit`."""
         return self._places[unit]
 
     def chunks(self, unit: int) -> Sequence[int]:
@@ -354,37 +356,43 @@ class _Step:
     def _send_gradients(self, unit: int) -> None:
         """The unit's last region is done."""
         after = self.compute + self.gradients
-        if self.order.begin is Begin.ON_ARRIVAL and len(self.sent) >= HOST_GRADIENT_BUFFERS:
+        if self.order.gradients is GradientBuffers.FEW and len(self.sent) >= HOST_GRADIENT_BUFFERS:
             after += (self.jobs_of[self.sent[-HOST_GRADIENT_BUFFERS]][-1].update,)
         size = self.shape.units[unit].trainable_elements * self.shape.itemsize
         self.gradients = (self._add(Operation(OperationKind.GRADIENTS_COPY, unit, bytes=size), after),)
-        self.norm = (self._add(Operation(OperationKind.GRADIENT_NORM, unit, bytes=size), self.gradients + self.norm),)
+        if self.shape.device is Tier.GPU:
+            self.norm = self.gradients
+        else:
+            self.norm = (self._add(Operation(OperationKind.GRADIENT_NORM, unit, bytes=size), self.gradients + self.norm),)
         self.sent.append(unit)
         self.walk.invalidate(unit)
         if self.order.begin is not Begin.AFTER_BACKWARD:
             self._update(unit, self.norm)
 
     def _update(self, unit: int, after: tuple[int, ...]) -> None:
-        """Chunk after chunk, as many under way as the order allows."""
+        """Chunk after chunk, as many under way as the order allows. Where units may overtake each other, which other unit's chunks lie
+        before this one's is not known: only the order of its own is."""
         in_flight = self.order.chunks_in_flight
         jobs = self.jobs_of.setdefault(unit, [])
+        earlier = jobs if self.order.takes_needed_first else self.jobs
         for number, chunk in enumerate(self.shape.units[unit].chunks):
             if not chunk.trainable:
                 continue
             size = self.shape.form.state_bytes(chunk.elements)
             begin = after
-            if len(self.jobs) >= in_flight:
-                begin += (self.jobs[-in_flight].end,)
-            if len(self.jobs) >= max(1, in_flight - 1):
-                begin += (self.jobs[-max(1, in_flight - 1)].thread_end,)
+            if len(earlier) >= in_flight:
+                begin += (earlier[-in_flight].end,)
+            if len(earlier) >= max(1, in_flight - 1):
+                begin += (earlier[-max(1, in_flight - 1)].thread_end,)
             if chunk.tier is Tier.SSD:
                 begin = (self._add(Operation(OperationKind.STATES_READ, unit, number, bytes=size), begin),)
-            before = (self.jobs[-1].thread_end,) if self.jobs else ()
+            before = (earlier[-1].thread_end,) if earlier else ()
             update = thread_end = end = self._add(Operation(OperationKind.UPDATE, unit, number, bytes=size), begin + before)
             if chunk.tier is Tier.SSD or self.shape.durability is Durability.STEP:
                 if self.shape.durability is not Durability.NONE:
                     thread_end = self._add(Operation(OperationKind.CHECKSUM, unit, number, bytes=size), (update,))
                 # The first of a chunk's streams is written while the sum of the next is taken.
                 end = self._add(Operation(OperationKind.STATES_WRITE, unit, number, bytes=size), (update,))
-            jobs.append(_Job(update, thread_end, end))
-            self.jobs.append(jobs[-1])
+            job = _Job(update, thread_end, end)
+            jobs.append(job)
+            self.jobs.append(job)

@@ -67,6 +67,8 @@ class Plan(BaseModel):
     """What decided what happens to a block's inner activations."""
     retention: Retention = Retention()
     """Which of them are kept, and where."""
+    gradient_buffers: str = "few"
+    """For how many units gradients find room in host memory: `few` or `all`, see `lohan.config.GradientBuffers`."""
     schedule: str = "optimized"
     """When updates run: `serial`, `naive` or `optimized`, see `lohan.config.UpdateSchedule`; plans of older versions say `on-arrival`."""
     durability: str = "none"

@@ -1,8 +1,9 @@
 """Divides a run's bytes over GPU memory, RAM and SSD, before anything is loaded. Pure arithmetic: no torch, milliseconds.
 
 In this version every block's inner activations are recomputed, and states lie on SSD but for what `engine.ram_state_bytes` takes. What is
-chosen is whether blocks move whole or module by module; the micro-batch, the largest that fits; and how many units keep their weights on
-the GPU from forward to backward: as many as what is left holds. The figures come from `lohan.planning.footprint`.
+chosen is whether blocks move whole or module by module; the micro-batch, the largest that fits; how many units keep their weights on the
+GPU from forward to backward, and whether gradients of all units find room in host memory: as much as what is left holds. The figures come
+from `lohan.planning.footprint`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,18 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 
-from lohan.config import Clip, ClipUpdate, Durability, EngineSection, Precision, TrainingSection, UnitGrain, UnsafeFilesystems
+from lohan.config import (
+    Clip,
+    ClipUpdate,
+    Durability,
+    EngineSection,
+    GradientBuffers,
+    Precision,
+    TrainingSection,
+    UnitGrain,
+    UnsafeFilesystems,
+    UpdateSchedule,
+)
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import GpuFacts, HardwareFacts
 from lohan.planning.filesystems import REMEDY as FILESYSTEM_REMEDY
@@ -73,11 +85,13 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
             remedy=f"Use at most {workload.context_length}.",
         )
     _check_filesystems(engine, hardware)
+    settings_digest = hashlib.sha256((training.model_dump_json() + engine.model_dump_json()).encode()).hexdigest()
     gpu = _choose_gpu(engine, hardware)
     grain = _choose_grain(workload, training, engine, hardware, gpu)
     sizes = measure(workload, training.precision, grain)
     micro_batch = _choose_micro_batch(sizes, training, engine, hardware, gpu)
     kept_units = _choose_kept_units(sizes, training, engine, hardware, gpu, micro_batch)
+    engine = _with_gradient_buffers(sizes, training, engine, hardware, gpu, micro_batch)
     gpu_plan, ram_plan = _memory(sizes, training, engine, hardware, gpu, micro_batch, kept_units)
     placement = place_states(sizes, training.precision, engine)
     ssd_plan = TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(hardware), items=state_items(sizes, placement))
@@ -97,7 +111,7 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         model=model_name,
         parameters=workload.parameters,
         workload_digest=workload.digest,
-        settings_digest=hashlib.sha256((training.model_dump_json() + engine.model_dump_json()).encode()).hexdigest(),
+        settings_digest=settings_digest,
         hardware_digest=hardware.digest,
         device=gpu.uuid if gpu is not None else (engine.device if engine.device.startswith("cpu") else "cpu"),
         precision=str(training.precision),
@@ -108,6 +122,7 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         grain=str(grain),
         slots=WORKING_SLOTS,
         kept_units=kept_units,
+        gradient_buffers=str(update_order(engine.schedule, training.clip, engine.gradient_buffers).gradients),
         schedule=str(engine.schedule),
         tiers=(gpu_plan, ram_plan, ssd_plan),
         durability=str(engine.durability),
@@ -219,6 +234,22 @@ def _choose_kept_units(
     return next((kept_units for kept_units in range(len(sizes.backward), 0, -1) if fits(kept_units)), 0)
 
 
+def _with_gradient_buffers(
+    sizes: Sizes, training: TrainingSection, engine: EngineSection, hardware: HardwareFacts, gpu: GpuFacts | None, micro_batch: int
+) -> EngineSection:
+    """The settings with as much host memory for gradients as was asked for, else for all units' where the rest leaves room.
+
+    Measured with 3.43 B parameters, 8 rows and states in RAM: with three buffers a GPU waited a fifth of a step for one to become free,
+    while the CPU had nothing to do during the forward. A CPU that computes has no such time.
+    """
+    if engine.gradient_buffers is not GradientBuffers.AUTO:
+        return engine
+    every = engine.model_copy(update={"gradient_buffers": GradientBuffers.ALL})
+    _, on_host = _memory(sizes, training, every, hardware, gpu, micro_batch, kept_units=0)
+    pays = gpu is not None and engine.schedule is UpdateSchedule.OPTIMIZED and on_host.used_bytes <= on_host.capacity_bytes
+    return every if pays else engine.model_copy(update={"gradient_buffers": GradientBuffers.FEW})
+
+
 def _memory(
     sizes: Sizes,
     training: TrainingSection,
@@ -231,7 +262,8 @@ def _memory(
     """The GPU's and the host's plan; on the CPU the device's items are the host's."""
     on_device = device_items(sizes, training.batch_size, training.sequence_length, micro_batch, kept_units)
     placement = place_states(sizes, training.precision, engine)
-    on_host = host_items(sizes, placement, update_order(engine.schedule, training.clip), on_gpu=gpu is not None)
+    order = update_order(engine.schedule, training.clip, engine.gradient_buffers)
+    on_host = host_items(sizes, placement, order, on_gpu=gpu is not None)
     host_bytes = max(0, hardware.ram.free_bytes - RAM_RESERVE_BYTES)
     if engine.host_memory_bytes is not None:
         host_bytes = min(host_bytes, engine.host_memory_bytes)

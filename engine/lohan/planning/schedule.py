@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
-from lohan.config import Clip, Durability, UpdateSchedule
+from lohan.config import Clip, Durability, GradientBuffers, UpdateSchedule
 
 
 class Begin(StrEnum):
@@ -28,22 +28,37 @@ class UpdateOrder:
     begin: Begin
     chunks_in_flight: int
     """1: a chunk is read after the one before it is written. 3: one is read, one updated and one written at a time."""
+    gradients: GradientBuffers = GradientBuffers.ALL
+    """FEW or ALL: host memory for gradients that wait. FEW only where updates begin on arrival."""
+
+    @property
+    def takes_needed_first(self) -> bool:
+        """Whether a unit that the next forward needs earlier may overtake others that wait: which one is updated next then depends on how
+        fast gradients come. Without it units are updated in the order in which their gradients come, or, after the backward, in the next
+        forward's."""
+        return self.begin is not Begin.AFTER_BACKWARD and self.gradients is GradientBuffers.ALL
 
 
 UPDATE_ORDERS: Mapping[UpdateSchedule, UpdateOrder] = MappingProxyType(
     {
         UpdateSchedule.SERIAL: UpdateOrder(Begin.AFTER_BACKWARD, chunks_in_flight=3),
-        UpdateSchedule.NAIVE: UpdateOrder(Begin.ON_ARRIVAL, chunks_in_flight=1),
-        UpdateSchedule.OPTIMIZED: UpdateOrder(Begin.ON_ARRIVAL, chunks_in_flight=3),
+        UpdateSchedule.NAIVE: UpdateOrder(Begin.ON_ARRIVAL, chunks_in_flight=1, gradients=GradientBuffers.FEW),
+        UpdateSchedule.OPTIMIZED: UpdateOrder(Begin.ON_ARRIVAL, chunks_in_flight=3, gradients=GradientBuffers.FEW),
     }
 )
 """LoHan paper, section IV-C: `serial` is what its predecessors do, `naive` and `optimized` are its active gradient offloading."""
 
 
-def update_order(schedule: UpdateSchedule, clip: Clip) -> UpdateOrder:
-    """The order in which a step runs: a norm over all gradients is known only after the backward, whatever the schedule."""
+def update_order(schedule: UpdateSchedule, clip: Clip, gradients: GradientBuffers = GradientBuffers.FEW) -> UpdateOrder:
+    """The order in which a step runs: a norm over all gradients is known only after the backward, whatever the schedule.
+
+    Args:
+        gradients: host memory for them where they do not all have to wait; AUTO counts as FEW.
+    """
     order = UPDATE_ORDERS[schedule]
-    return UpdateOrder(Begin.AFTER_BACKWARD, order.chunks_in_flight) if clip is Clip.GLOBAL else order
+    if clip is Clip.GLOBAL:
+        return UpdateOrder(Begin.AFTER_BACKWARD, order.chunks_in_flight)
+    return replace(order, gradients=GradientBuffers.ALL) if gradients is GradientBuffers.ALL else order
 
 
 def can_speculate(schedule: UpdateSchedule, clip: Clip, durability: Durability) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lohan._native import ThreadPool, gradient_norm
-from lohan.config import Clip, ClipUpdate, UpdateSchedule
+from lohan.config import Clip, ClipUpdate, GradientBuffers, UpdateSchedule
 from lohan.errors import ConfigError
 from lohan.planning.schedule import UpdateOrder, update_order
 
@@ -32,6 +32,7 @@ class UpdateRules:
     clip: Clip = Clip.NONE
     max_gradient_norm: float = 1.0
     clip_updates: ClipUpdate = ClipUpdate.AUTO
+    gradient_buffers: GradientBuffers = GradientBuffers.AUTO
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.max_gradient_norm) and self.max_gradient_norm > 0):
@@ -43,7 +44,7 @@ class UpdateRules:
 
     @property
     def order(self) -> UpdateOrder:
-        return update_order(self.schedule, self.clip)
+        return update_order(self.schedule, self.clip, self.gradient_buffers)
 
     def scale(self, squared_norm: float) -> float:
         """The factor that clipping multiplies with, as torch.nn.utils.clip_grad_norm_ has it: at most 1."""

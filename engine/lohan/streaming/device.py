@@ -49,6 +49,11 @@ class Event:
         if self._event is not None:
             (stream or torch.cuda.current_stream(self._device)).wait_event(self._event)
 
+    @property
+    def reached(self) -> bool:
+        """Whether the recorded point lies behind, so that `synchronize` would not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def synchronize(self) -> None:
         """Make the thread wait for the recorded point."""
         if self._event is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import nn
 
-from lohan.config import Clip, ClipUpdate, Durability, Precision, States, UnitGrain, UnsafeFilesystems, UpdateSchedule
+from lohan.config import Clip, ClipUpdate, Durability, GradientBuffers, Precision, States, UnitGrain, UnsafeFilesystems, UpdateSchedule
 from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
 from lohan.planning.operations import expected_order
@@ -287,6 +287,7 @@ def init(
     clip: Clip | str = Clip.NONE,
     max_gradient_norm: float = 1.0,
     clip_updates: ClipUpdate | str = ClipUpdate.AUTO,
+    gradient_buffers: GradientBuffers | str = GradientBuffers.AUTO,
     durability: Durability = Durability.NONE,
     ram_state_bytes: int = 0,
     unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
@@ -322,6 +323,7 @@ def init(
         clip: none, per_unit, or global, which is torch.nn.utils.clip_grad_norm_ and keeps all gradients in host memory.
         max_gradient_norm: what clipping scales larger norms down to.
         clip_updates: with clip global, when updates run: defer, speculate, or auto, which goes by how often gradients are clipped.
+        gradient_buffers: host memory for gradients that wait for their update: few units', or all; auto takes the plan's, else few.
         durability: whether every step can be resumed, the steps that `Session.commit` is called for, or none. All but none take twice the
             space.
         ram_state_bytes: host memory for model states; the rest lies in the state directories.
@@ -329,8 +331,8 @@ def init(
         resume: go on from the step record in the state directories; `weights` are then not needed.
         resume_from: go on from the named snapshot (`Session.keep`) in the state directories instead; it stays as it is.
         weights: where the weights come from; None takes those in the model.
-        plan: gives micro-batch, grain, slots and kept units where they are left open, and bounds the host memory for slots, gradients and
-            states.
+        plan: gives micro-batch, grain, slots, kept units and gradient buffers where they are left open, and bounds the host memory for
+            slots, gradients and states.
         slots: parameter buffers on the device that units pass through, at least 2; None takes the plan's, else 3.
         kept_units: how many units' weights stay on the device from forward to backward, in buffers of their own, which saves their second
             load; None takes the plan's, else 0.
@@ -354,6 +356,7 @@ def init(
         _member(Clip, clip, "clip"),
         max_gradient_norm,
         _member(ClipUpdate, clip_updates, "clip_updates"),
+        _choose_gradient_buffers(_member(GradientBuffers, gradient_buffers, "gradient_buffers"), plan),
     )
     torch_device = resolve_device(device)
     grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
@@ -429,6 +432,13 @@ def _choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:
     if grain is not UnitGrain.AUTO:
         return grain
     return UnitGrain(plan.grain) if plan is not None else UnitGrain.BLOCK
+
+
+def _choose_gradient_buffers(buffers: GradientBuffers, plan: Plan | None) -> GradientBuffers:
+    """What was asked for, else the plan's, else few."""
+    if buffers is not GradientBuffers.AUTO:
+        return buffers
+    return GradientBuffers(plan.gradient_buffers) if plan is not None else GradientBuffers.FEW
 
 
 def _member(kind: type[_Kind], value: str, name: str) -> _Kind:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,11 +174,46 @@ class GradientCollector:
 
 
 class HostGradient:
-    """A unit's gradients in host memory; `ready` must be waited for before they are read."""
+    """A unit's gradients in host memory; `ready` must be waited for before they are read.
 
-    def __init__(self, buffer: torch.Tensor, device: torch.device) -> None:
-        self.buffer = buffer
+    Args:
+        norms: room for the norms of a unit's parameters, fp32 in host memory; None on the CPU.
+    """
+
+    def __init__(self, buffer: torch.Tensor, norms: torch.Tensor | None, device: torch.device) -> None:
+        self.buffer, self._norms = buffer, norms
+        self._parts = 0
         self.ready = Event(device)
+
+    def take_norms(self, of_parts: torch.Tensor) -> None:
+        """Begin to copy the parts' norms (fp32, on the device) beside the gradients, on the current stream."""
+        assert self._norms is not None, "norms come from a device of its own"
+        self._parts = of_parts.numel()
+        self._norms[: self._parts].copy_(of_parts, non_blocking=True)
+
+    @property
+    def squared_norm(self) -> float | None:
+        """Sum of squares over the parts that were sent, once `ready` lies behind: NaN or infinite if any of them is, or their squares are
+        beyond fp32. None where the device did not measure it."""
+        if self._norms is None:
+            return None
+        return float(self._norms[: self._parts].double().square().sum())
+
+
+def measure_parts(gradients: torch.Tensor, parts: Sequence[tuple[int, int]], norms: torch.Tensor) -> torch.Tensor:
+    """The Euclidean norms of stretches of a unit's `gradients`, summed in fp32 where they are.
+
+    Args:
+        gradients: flat, in the precision they are updated from.
+        parts: offset and elements of each stretch.
+        norms: fp32 on the same device, at least as many; overwritten.
+
+    Returns:
+        What was filled of `norms`.
+    """
+    for place, (offset, elements) in enumerate(parts):
+        torch.linalg.vector_norm(gradients[offset : offset + elements], dtype=torch.float32, out=norms[place])
+    return norms[: len(parts)]
 
 
 class GradientOffload:
@@ -186,6 +222,7 @@ class GradientOffload:
     Args:
         elements: of each host buffer; the largest holds the largest unit's trainable part. When all that are large enough are waiting
             for the optimizer, `send` blocks (back-pressure).
+        parts: parameters of a unit at most.
         dtype: of the host buffers: torch.bfloat16 or torch.float32.
     """
 
@@ -195,6 +232,7 @@ class GradientOffload:
         failure: Failure,
         *,
         elements: Sequence[int],
+        parts: int,
         dtype: torch.dtype,
         device: torch.device,
         debug: DebugMode,
@@ -202,17 +240,25 @@ class GradientOffload:
     ) -> None:
         self._device, self._failure, self._debug, self._trace = device, failure, debug, trace
         paging = Paging.for_copies_with(device)
-        self._free = [
-            HostGradient(arena.allocate(length, dtype, holder="host gradient buffers", paging=paging), device) for length in elements
-        ]
+        on_gpu = device.type == "cuda"
+
+        def make(length: int) -> HostGradient:
+            allocate = partial(arena.allocate, holder="host gradient buffers", paging=paging)
+            return HostGradient(allocate(length, dtype), allocate(parts, torch.float32) if on_gpu else None, device)
+
+        self._free = [make(length) for length in elements]
         self._changed = threading.Condition()
         failure.wake(self._changed)
         self._stream = make_stream(device)
-        self._staging = torch.empty(max(elements), dtype=dtype, device=device) if device.type == "cuda" else None
+        self._staging = torch.empty(max(elements), dtype=dtype, device=device) if on_gpu else None
+        self._norms = torch.empty(parts, dtype=torch.float32, device=device) if on_gpu else None
         self._staged, self._copied = Event(device), Event(device)
 
-    def send(self, unit: int, gradients: torch.Tensor) -> HostGradient:
+    def send(self, unit: int, gradients: torch.Tensor, parts: Sequence[tuple[int, int]]) -> HostGradient:
         """Start moving a unit's `gradients` (flat fp32 on the device); they may be overwritten by later work of the current stream.
+
+        Args:
+            parts: offset and elements of the stretches that hold gradients; what lies between them is undefined.
 
         Raises:
             EngineError: a background stage failed.
@@ -230,12 +276,14 @@ class GradientOffload:
         begun = self._trace.mark(step) if self._trace is not None else None
         if self._trace is not None:
             self._trace.add(step, Wait.GRADIENT_BUFFER, unit, waiting, begun)
-        if self._staging is None:
+        if self._staging is None or self._norms is None:
             target.copy_(gradients)
             self._add_copy(step, unit, target, begun, None)
             return host
         staging = self._staging[: gradients.numel()]
         staging.copy_(gradients)
+        # A few hundredths of the time of the copy to the host, whose CPU would read the gradients once more for it.
+        norms = measure_parts(staging, parts, self._norms)
         self._staged.record()
         if self._debug is DebugMode.NAN_FILL:
             delay(self._stream, 1_000_000)
@@ -243,6 +291,7 @@ class GradientOffload:
         with on_stream(self._stream):
             begun = self._trace.mark(step, self._stream) if self._trace is not None else None
             target.copy_(staging, non_blocking=True)
+            host.take_norms(norms)
             self._add_copy(step, unit, target, begun, self._stream)
         self._copied.record(self._stream)
         host.ready.record(self._stream)
@@ -267,7 +316,7 @@ class GradientOffload:
             self._stream.synchronize()
         with self._changed:
             self._free.clear()
-            self._staging = None
+            self._staging = self._norms = None
 
 
 def check_step(region: Region, step: int) -> None:

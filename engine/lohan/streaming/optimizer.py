@@ -8,8 +8,10 @@ gradients for that case alone would cost 2 or 4 bytes of host memory a parameter
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from lohan.streaming.trace import Trace
 
 
+_Message = UnitUpdate | StepEnd | Payload | Keep | None
+
+
 class OptimizerWorker:
     """The thread. `submit`, `end_step` and `commit` may be called from any thread; errors go to `failure`.
 
@@ -41,7 +46,7 @@ class OptimizerWorker:
         give_back: called with a unit's gradients once they are no longer needed.
         chunk_elements: of the largest chunk.
         can_roll_back: whether `store.rollback` undoes the writes of a step that is not committed.
-        sequence: the order of updates that wait for the backward's end, and of each unit's chunks.
+        sequence: the order in which the next forward needs units, and that of each unit's chunks.
         trace: is told of updates, their reads and writes, and commits.
     """
 
@@ -65,6 +70,8 @@ class OptimizerWorker:
         self._counts, self._rules, self._can_roll_back = counts, rules, can_roll_back
         self._sequence, self._trace = sequence, trace
         self._keeps_gradients = rules.order.begin is Begin.AFTER_BACKWARD
+        # What waits for the backward's end is sorted then; what is speculated instead may overtake.
+        self._takes_needed_first = self._keeps_gradients or rules.order.takes_needed_first
         self.speculation = Speculation(rules.clip_updates, is_possible=can_speculate(rules.schedule, rules.clip, store.durability))
         self._pool = ThreadPool(threads)
         self._sums = GradientSums(arena)
@@ -79,7 +86,10 @@ class OptimizerWorker:
             on_written=self._unit_written,
             trace=trace,
         )
-        self._messages: queue.SimpleQueue[UnitUpdate | StepEnd | Payload | Keep | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._inbox: deque[_Message] = deque()
+        self._ready: list[UnitUpdate] = []
+        """Measured, and waiting for the pipeline."""
         self._closing = False
         self._commits = StepCommits(store, self._export, trace, on_committed=pending.recorded, on_keeping=pending.keeping)
         self._norms: dict[int, UnitNorm] = {}
@@ -144,29 +154,55 @@ class OptimizerWorker:
 
     def _run(self) -> None:
         try:
-            while not (self._closing and self._pipeline.idle):
+            while not (self._closing and self._is_idle):
                 self._turn()
             # A caller that hands payloads in cannot go on from a record without: the last committed step stays.
             self._commits.settle(without_payload=not self._commits.payloads_come)
         except Exception as error:  # noqa: BLE001 - reported to whoever waits for an update
             self._failure.set("the optimizer", error)
+            self._ready.clear()
             self._pipeline.abandon()
         # A backward that raised leaves units behind that never got their update; who waits for them must not wait for ever.
         for update in self._deferred:
             self._pending.finish(update.layout.index)
         self._release_withheld()
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether everything that was begun is written."""
+        return self._pipeline.idle and not self._ready
+
     def _turn(self) -> None:
-        while self._pipeline.hungry and self._take_message():
-            pass
-        self._pipeline.advance(more_to_come=not self._messages.empty())
+        while not self._closing and self._may_take_message():
+            self._take_message()
+        self._feed()
+        self._pipeline.advance(more_to_come=bool(self._ready) or self._has_message())
         self._settle()
 
-    def _take_message(self) -> bool:
-        """Act on the next message, if there is one; waits for it only when nothing is in flight."""
-        if self._closing or (not self._pipeline.idle and self._messages.empty()):
+    def _has_message(self) -> bool:
+        """Whether there is a message that can be acted on without waiting for the device."""
+        while not self._messages.empty():
+            self._inbox.append(self._messages.get())
+        if not self._inbox:
             return False
-        message = self._messages.get()
+        message = self._inbox[0]
+        return not isinstance(message, UnitUpdate) or message.gradients is None or message.gradients.ready.reached
+
+    def _may_take_message(self) -> bool:
+        """Whether to act on the next message now: it is waited for only when there is nothing else to do."""
+        return self._is_idle or self._has_message()
+
+    def _feed(self) -> None:
+        """Let the pipeline have what it can begin. A unit that is needed earlier may overtake others, so no more than that."""
+        while self._ready and self._pipeline.hungry:
+            first = 0
+            if self._takes_needed_first:
+                first = min(range(len(self._ready)), key=lambda place: self._sequence.place(self._ready[place].layout.index))
+            self._pipeline.add(self._ready.pop(first))
+
+    def _take_message(self) -> None:
+        """Act on the next message; waits until there is one, and for the gradients it brings."""
+        message = self._inbox.popleft() if self._inbox else self._messages.get()
         if message is None:
             self._closing = True
         elif isinstance(message, UnitUpdate):
@@ -176,27 +212,26 @@ class OptimizerWorker:
         else:
             self._commits.hand_in(message)
             self._settle()
-        return not self._closing
 
     def _receive(self, update: UnitUpdate) -> None:
         """A unit's gradients have come: add them up, or measure them and update the unit now or later."""
         self._begin(update.step)
         host, layout = update.gradients, update.layout
+        squared = None
         if host is not None:
             host.ready.synchronize()
             update.values = host.buffer[: layout.trainable_elements]
+            squared = host.squared_norm
         if update.adds_only or self._sums.holds(layout.index):
+            squared = None  # of one backward only
             if host is not None:
                 self._sums.add(layout, update.values, update.touched)
                 self._gradients_read(update)
             if update.adds_only:
                 return
             update.values, update.touched = self._sums.take(layout.index)
-        begun = self._trace.host_mark(update.step) if self._trace is not None else None
-        norm = measure(update.values, layout, update.touched, self._pool)
-        if self._trace is not None:
-            ended = self._trace.host_mark(update.step)
-            self._trace.add(update.step, OperationKind.GRADIENT_NORM, layout.index, begun, ended, bytes=update.values.nbytes)
+        # What is infinite in the device's fp32 may be finite here; what is not finite is counted.
+        norm = UnitNorm(squared, 0) if squared is not None and math.isfinite(squared) else self._measure(update)
         self._norms[layout.index] = norm
         if self._keeps_gradients and not self._speculates:
             self._deferred.append(update)
@@ -210,7 +245,7 @@ class OptimizerWorker:
             self.last_step = summarise(update.step, self._norms, self._rules)
             raise EngineError(
                 f"{norm.non_finite} gradients of {layout.name} are NaN or infinite in step {update.step}; its weights were not updated,"
-                " those of units before it were",
+                " those of other units may have been",
                 place=layout.name,
                 remedy=f"{self._commits.way_on}Start again with a lower learning rate, and check the data for rows without trained tokens."
                 ' With training.clip = "global" or engine.durability = "step" such a step is skipped whole.',
@@ -218,10 +253,21 @@ class OptimizerWorker:
         else:
             self._update(update, self._rules.scale(norm.squared))
 
+    def _measure(self, update: UnitUpdate) -> UnitNorm:
+        """The norm of a unit's gradients where the device has not measured it."""
+        begun = self._trace.host_mark(update.step) if self._trace is not None else None
+        norm = measure(update.values, update.layout, update.touched, self._pool)
+        if self._trace is not None:
+            ended = self._trace.host_mark(update.step)
+            self._trace.add(update.step, OperationKind.GRADIENT_NORM, update.layout.index, begun, ended, bytes=update.values.nbytes)
+        return norm
+
     def _begin(self, step: int) -> None:
         """The first gradients of a step: everything before it becomes durable first."""
         if step > self._commits.begun:
-            self._pipeline.drain()
+            while not self._is_idle:
+                self._feed()
+                self._pipeline.advance(more_to_come=bool(self._ready))
             self._commits.settle(without_payload=True)
             self._norms.clear()
             self._counts_before = self._counts.values
@@ -231,7 +277,7 @@ class OptimizerWorker:
     def _update(self, update: UnitUpdate, scale: float) -> None:
         update.scale = scale
         update.segments = self._counts.advance(update.layout, update.touched, update.groups)
-        self._pipeline.add(update)
+        self._ready.append(update)
 
     def _end(self, step: int) -> None:
         """The backward has ended: the verdict on the step, and what waited for it."""
@@ -254,18 +300,18 @@ class OptimizerWorker:
                 updates += self._speculated.values()
                 self._speculated.clear()
             scale = self._rules.scale(statistics.squared_gradient_norm) if self._rules.clip is Clip.GLOBAL else None
-            for update in sorted(updates, key=lambda update: self._sequence.place(update.layout.index)):
+            for update in updates:
                 self._update(update, self._rules.scale(self._norms[update.layout.index].squared) if scale is None else scale)
         self._commits.ended = step
         self._release_withheld()
 
     def _skip(self, deferred: list[UnitUpdate]) -> None:
         """Leave everything as it was before the step."""
+        updates = {update.layout.index: update for update in (*deferred, *self._speculated.values(), *self._ready)}
         if self._speculates or not self._keeps_gradients:
             self._take_back()
-        updates = [*deferred, *self._speculated.values()]
         self._speculated.clear()
-        for update in updates:
+        for update in updates.values():
             self._gradients_read(update)
             self._pending.finish(update.layout.index)
 
@@ -279,6 +325,7 @@ class OptimizerWorker:
 
     def _take_back(self) -> None:
         """Undo what the step has written so far; its gradients stay."""
+        self._ready.clear()
         self._pipeline.drain()
         self._store.rollback()
         self._counts.restore(self._counts_before)
@@ -301,7 +348,7 @@ class OptimizerWorker:
         self._withheld.clear()
 
     def _settle(self) -> None:
-        if self._pipeline.idle:
+        if self._is_idle:
             self._commits.settle()
 
     def _export(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lohan.config import Durability, Precision, UnsafeFilesystems
+from lohan.config import Durability, GradientBuffers, Precision, UnsafeFilesystems
 from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Store
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
@@ -24,7 +24,7 @@ from lohan.planning.operations import (
     access_order,
     step_operations,
 )
-from lohan.planning.schedule import Begin, speculated_order
+from lohan.planning.schedule import speculated_order
 from lohan.planning.state_form import StateForm
 from lohan.planning.tiers import Tier
 from lohan.states.state_store import StateStore
@@ -47,9 +47,9 @@ def working_dtype(precision: Precision) -> torch.dtype:
 
 
 def _host_gradients(layouts: Sequence[UnitLayout], rules: UpdateRules) -> list[int]:
-    """The host gradient buffers, in elements: one per unit where all wait for the backward's end, else a few of the largest size."""
+    """The host gradient buffers, in elements: one for each unit, or a few of the largest size."""
     sizes = [layout.trainable_elements for layout in layouts if layout.trainable_elements]
-    return sizes if rules.order.begin is Begin.AFTER_BACKWARD else [max(sizes)] * HOST_GRADIENT_BUFFERS
+    return sizes if rules.order.gradients is GradientBuffers.ALL else [max(sizes)] * HOST_GRADIENT_BUFFERS
 
 
 def _shape(layouts: Sequence[UnitLayout], visits: Sequence[Visit], states: StateStore, slots: SlotSizes, device: torch.device) -> StepShape:
@@ -145,9 +145,15 @@ class Stages:
             self.operations = step_operations(self._shape, rules.order)
             self.stream = self._make_stream(layouts, slots, debug)
             stack.callback(self.stream.close)
-            gradients = _host_gradients(layouts, rules)
             self.offload = GradientOffload(
-                self.arena, self.failure, elements=gradients, dtype=working, device=device, debug=debug, trace=trace
+                self.arena,
+                self.failure,
+                elements=_host_gradients(layouts, rules),
+                parts=max(len(layout.parameters) for layout in layouts),
+                dtype=working,
+                device=device,
+                debug=debug,
+                trace=trace,
             )
             stack.callback(self.offload.free)
             self.worker = self._make_worker(layouts, rules, threads)

@@ -115,7 +115,8 @@ class StepDriver:
 
     def _send(self, index: int, gradients: torch.Tensor, touched: frozenset[int]) -> None:
         """A unit's gradients of this backward are complete."""
-        self._submit(index, self._offload.send(index, gradients), touched)
+        places = [self._units[index].layout.parameters[parameter] for parameter in sorted(touched)]
+        self._submit(index, self._offload.send(index, gradients, [(place.offset, place.elements) for place in places]), touched)
 
     def _submit(self, index: int, host: HostGradient | None, touched: frozenset[int]) -> None:
         """Start the unit's update, or have its gradients added up."""

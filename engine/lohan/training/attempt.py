@@ -151,6 +151,7 @@ class Attempt:
                 clip=training.clip,
                 max_gradient_norm=training.max_gradient_norm,
                 clip_updates=engine.clip_updates,
+                gradient_buffers=engine.gradient_buffers,
                 durability=engine.durability,
                 ram_state_bytes=engine.ram_state_bytes,
                 unsafe_filesystems=engine.unsafe_filesystems,
