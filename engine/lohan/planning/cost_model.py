@@ -1,0 +1,237 @@
+"""How long a phase of a step takes at least: what it asks of each resource, over what the machine was measured to give. Pure arithmetic.
+
+The paper's Equations 2, 4 and 5 (`lohan.planning.paper_model`) take the slowest of four terms. These are ours:
+
+- `gpu`: seconds of the device.
+- `m2g`, `g2m`: bytes each way over that way's own rate, and `pcie`: both ways together, since each is slower while the other is busy.
+- `ssd`: reads and writes share the drives. Where reading and writing at once was measured to be faster than one after the other, that is
+  what overlapping them gains.
+- `host_memory`: every byte that a copy or a drive moves passes through host memory once, and the CPU's own passes over it come on top.
+  The paper has no such term; it bound our first measurements.
+- `cpu`: the optimizer's thread. Where the CPU is the device, its seconds are the device's too.
+
+Each term is a maximum of linear functions of the demand, so that a phase's time is convex in whatever the demand is linear in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lohan.errors import ConfigError
+from lohan.hardware.profile import HardwareProfile, Measured
+from lohan.planning.state_form import SCALE_BLOCK, StateForm
+
+
+class Term(StrEnum):
+    """A resource, as far as it can bind a phase."""
+
+    GPU = "gpu"
+    M2G = "m2g"
+    G2M = "g2m"
+    PCIE = "pcie"
+    """Both ways together."""
+    SSD = "ssd"
+    HOST_MEMORY = "host_memory"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does in a second, for one form of the states; None: there is no such thing here. Bytes, where nothing else is said."""
+
+    m2g: float | None
+    g2m: float | None
+    both_ways: float | None
+    """Of each way, while the other is as busy."""
+    ssd_read: float | None
+    ssd_write: float | None
+    ssd_mixed: float | None
+    """Reads and writes together, half and half."""
+    host_memory: float
+    """Read and written together."""
+    update_elements: float
+    """Elements updated."""
+    gradient_norm: float
+    """Of gradients."""
+    checksum: float
+    """Of states."""
+    commit_seconds: float = 0.0
+    on_cpu: bool = False
+    """Whether the CPU is the device: its cores then do what the GPU and the optimizer do one after the other."""
+
+    @classmethod
+    def of(cls, profile: HardwareProfile, form: StateForm, *, on_cpu: bool | None = None) -> Rates:
+        """The rates of a measured machine.
+
+        Host memory gives at least what any pass over it was measured to move: a fused AdamW moves more than a copy does (187 % and 132 %
+        on two machines), and would otherwise be held up by its own bandwidth. Where the CPU is the device, weights are copied within host
+        memory: each byte is read and written.
+
+        Args:
+            on_cpu: whether the run's device is the CPU; None: where the profile has no copies to a device.
+
+        Raises:
+            ConfigError: the profile has no AdamW of this form.
+        """
+        updates = [rate.elements_per_second.value for rate in profile.updates if rate.form == form.value]
+        if not updates:
+            known = ", ".join(sorted({rate.form for rate in profile.updates})) or "none"
+            raise ConfigError(
+                f"the machine's profile has no rate of AdamW over {form} states, only over: {known}",
+                place="hardware profile",
+                remedy="Measure the machine again.",
+            )
+        update = max(updates)
+        copy = profile.host_memory.value
+        norm = _value(profile.gradient_norm, copy)
+        memory = max(copy, norm, update * update_traffic(form))
+        on_cpu = profile.host_to_device is None if on_cpu is None else on_cpu
+        return cls(
+            m2g=copy / 2 if on_cpu else _rate(profile.host_to_device),
+            g2m=copy / 2 if on_cpu else _rate(profile.device_to_host),
+            both_ways=copy / 2 if on_cpu else _rate(profile.both_ways),
+            ssd_read=_rate(profile.ssd_read),
+            ssd_write=_rate(profile.ssd_write),
+            ssd_mixed=_rate(profile.ssd_mixed),
+            host_memory=memory,
+            update_elements=update,
+            gradient_norm=norm,
+            checksum=_value(profile.checksum, memory),
+            commit_seconds=_value(profile.commit_seconds, 0.0),
+            on_cpu=on_cpu,
+        )
+
+
+def _rate(measured: Measured | None) -> float | None:
+    return None if measured is None else measured.value
+
+
+def _value(measured: Measured | None, otherwise: float) -> float:
+    return otherwise if measured is None else measured.value
+
+
+def update_traffic(form: StateForm) -> float:
+    """Bytes that an update moves through host memory for an element: all states read and written, and its gradient read.
+
+    fp32 moments: 12 + 12 + 2 (bf16 gradient) or 4; 8-bit moments 6.03 + 6.03 + 2 or 4.
+    """
+    return 2 * form.state_bytes(SCALE_BLOCK) / SCALE_BLOCK + (2 if form.is_split else 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a phase asks of the machine. Demands add up, and can be divided."""
+
+    gpu_seconds: float = 0.0
+    m2g_bytes: float = 0.0
+    g2m_bytes: float = 0.0
+    ssd_read_bytes: float = 0.0
+    ssd_written_bytes: float = 0.0
+    ssd_sync_seconds: float = 0.0
+    """In which the drives do nothing but sync."""
+    host_memory_bytes: float = 0.0
+    """Read and written, by copies and drives too."""
+    cpu_seconds: float = 0.0
+    """Of the optimizer's thread."""
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(*(mine + others for mine, others in zip(self._values(), other._values(), strict=True)))
+
+    def __mul__(self, share: float) -> Demand:
+        return Demand(*(value * share for value in self._values()))
+
+    def _values(self) -> tuple[float, ...]:
+        return (
+            *(self.gpu_seconds, self.m2g_bytes, self.g2m_bytes, self.ssd_read_bytes, self.ssd_written_bytes),
+            *(self.ssd_sync_seconds, self.host_memory_bytes, self.cpu_seconds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSeconds:
+    """How long a phase takes, by resource."""
+
+    seconds: dict[Term, float]
+
+    @property
+    def total(self) -> float:
+        return max(self.seconds.values())
+
+    @property
+    def binding(self) -> Term:
+        """The slowest; of several the first in the order of `Term`."""
+        return max(self.seconds, key=lambda term: self.seconds[term])
+
+
+def phase_seconds(demand: Demand, rates: Rates) -> PhaseSeconds:
+    """The least time in which the machine can do what `demand` asks for, if everything overlaps.
+
+    Raises:
+        ConfigError: something is asked of a resource that the machine has no rate for.
+    """
+    seconds = dict.fromkeys(Term, 0.0)
+    for term, value in linear_terms(demand, rates):
+        seconds[term] = max(seconds[term], value)
+    return PhaseSeconds(seconds)
+
+
+def linear_terms(demand: Demand, rates: Rates) -> tuple[tuple[Term, float], ...]:
+    """The functions whose maximum is a phase's time, always in the same order; each is linear in the demand.
+
+    Raises:
+        ConfigError: something is asked of a resource that the machine has no rate for.
+    """
+    m2g, g2m, read, written = demand.m2g_bytes, demand.g2m_bytes, demand.ssd_read_bytes, demand.ssd_written_bytes
+    device = demand.gpu_seconds + (demand.cpu_seconds if rates.on_cpu else 0.0)
+    down, up = _pace(rates.m2g, m2g, "copies to the device"), _pace(rates.g2m, g2m, "copies from the device")
+    reading, writing = _pace(rates.ssd_read, read, "reads from drives"), _pace(rates.ssd_write, written, "writes to drives")
+    pcie = _corners(m2g, g2m, down, up, None if rates.both_ways is None else 1 / rates.both_ways)
+    ssd = _corners(read, written, reading, writing, None if rates.ssd_mixed is None else 2 / rates.ssd_mixed)
+    sync = demand.ssd_sync_seconds
+    return (
+        (Term.GPU, device),
+        (Term.M2G, m2g * down),
+        (Term.G2M, g2m * up),
+        (Term.PCIE, pcie[0]),
+        (Term.PCIE, pcie[1]),
+        (Term.SSD, ssd[0] + sync),
+        (Term.SSD, ssd[1] + sync),
+        (Term.HOST_MEMORY, demand.host_memory_bytes / rates.host_memory),
+        (Term.CPU, device if rates.on_cpu else demand.cpu_seconds),
+    )
+
+
+def _pace(rate: float | None, bytes: float, what: str) -> float:
+    """Seconds a byte; 0 where nothing is moved and there is nothing to move it."""
+    if rate is not None:
+        return 1 / rate
+    if bytes:
+        raise ConfigError(
+            f"the machine's profile has no rate for {what}",
+            place="hardware profile",
+            remedy="Measure the machine again, with the run's device and state directories.",
+        )
+    return 0.0
+
+
+def two_way_seconds(first: float, second: float, first_rate: float, second_rate: float, both_rate: float | None) -> float:
+    """The least time for `first` bytes one way and `second` bytes the other.
+
+    x seconds are spent with both ways busy, each at `both_rate` b, y and z with one alone at its own rate r, s: minimise x + y + z such
+    that b x + r y >= first and b x + s z >= second. Its dual is the maximum of u first + v second over u, v >= 0 with b (u + v) <= 1,
+    r u <= 1, s v <= 1; the maximum lies in one of two corners, u or v as large as it may be. Linear pieces: convex in both counts.
+
+    Where b is below what taking turns gives, taking turns is what counts.
+
+    Args:
+        both_rate: of each way while both are busy; None: they take turns.
+    """
+    return max(_corners(first, second, 1 / first_rate, 1 / second_rate, None if both_rate is None else 1 / both_rate))
+
+
+def _corners(first: float, second: float, u: float, v: float, both: float | None) -> tuple[float, float]:
+    """`two_way_seconds`' two corners; rates as seconds a byte."""
+    both = u + v if both is None else both
+    u, v = min(u, both), min(v, both)
+    return u * first + min(v, both - u) * second, min(u, both - v) * first + v * second

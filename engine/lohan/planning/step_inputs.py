@@ -1,0 +1,161 @@
+"""What the cost model is given, from a workload, measured times of a block, and the sizes of a run. Pure arithmetic, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lohan.errors import ConfigError
+from lohan.hardware.profile import BlockTimes
+from lohan.planning.footprint import HOST_GRADIENT_BUFFERS, Placement, Sizes, slot_sizes
+from lohan.planning.schedule import UpdateOrder
+from lohan.planning.step_cost import StepSetting
+from lohan.planning.workload import OperatorWorkload, UnitKind, Workload
+
+_HEAD_PARTS = 4
+"""Of the head's measured time: its forward, the same once more in the backward, and twice that for the gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSeconds:
+    """What a batch takes on the device; blocks and head together."""
+
+    forward: float
+    backward: float
+    """Without recomputation of blocks."""
+    recompute: float
+    """Of all blocks, if nothing is kept: less than their forward, since a recomputation ends when autograd has all that it saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An operator's outputs, the same in every block: what keeping them takes and saves, for the whole batch."""
+
+    label: str
+    """As `OperatorWorkload.label` has it."""
+    bytes_per_block: int
+    seconds_per_block: float
+    """Of recomputation that keeping them saves."""
+
+    @property
+    def benefit(self) -> float:
+        """Equation 6 in measured seconds per byte. FLOPs per byte hardly tell a block's matrix products apart, since their outputs are as
+        wide as their inputs, and a quarter of a block's time is none of theirs."""
+        return self.seconds_per_block / self.bytes_per_block
+
+
+def device_seconds(workload: Workload, times: BlockTimes, *, batch: int, length: int) -> DeviceSeconds:
+    """What the batch takes, from the measured times of one block on other rows: in proportion to its FLOPs, the head's to its tokens.
+
+    Blocks of a workload whose operators were not counted go by tokens.
+
+    Raises:
+        ConfigError: the times are those of another model.
+    """
+    _check_times(workload, times)
+    blocks, scale = _blocks(workload), _scale(workload, times, batch, length)
+    tokens = batch * length / (times.rows * times.sequence_length)
+    head = times.head_seconds.value * tokens if times.head_seconds is not None else 0.0
+    measured = sum(times.operator_seconds.values())
+    again = sum(times.operator_seconds.get(operator.label, 0.0) for operator in _operators(workload) if operator.is_recomputed)
+    block_forward = times.forward_seconds.value * scale * blocks
+    return DeviceSeconds(
+        forward=block_forward + head / _HEAD_PARTS,
+        backward=times.backward_seconds.value * scale * blocks + head * (1 - 1 / _HEAD_PARTS),
+        recompute=block_forward * (again / measured if again else 1.0),
+    )
+
+
+def candidates(workload: Workload, times: BlockTimes, *, batch: int, length: int, itemsize: int) -> tuple[Candidate, ...]:
+    """The operators whose outputs may be kept, in the order of the block's forward.
+
+    An operator's measured seconds are its share of the block's forward: what lies between operators goes to all of them alike.
+
+    Raises:
+        ConfigError: the times are those of another model.
+    """
+    _check_times(workload, times)
+    measured = sum(times.operator_seconds.values())
+    if not measured:
+        return ()
+    scale = _scale(workload, times, batch, length) * times.forward_seconds.value / measured
+    found = []
+    for operator in _operators(workload):
+        size = round(operator.output_elements.at(batch, length) * itemsize)
+        seconds = times.operator_seconds.get(operator.label, 0.0) * scale
+        if operator.can_be_kept and operator.is_recomputed and size > 0 and seconds > 0:
+            found.append(Candidate(operator.label, size, seconds))
+    return tuple(found)
+
+
+def _operators(workload: Workload) -> tuple[OperatorWorkload, ...]:
+    return tuple({operator.label: operator for operator in workload.operators}.values())
+
+
+def _check_times(workload: Workload, times: BlockTimes) -> None:
+    if times.workload_digest != workload.digest:
+        raise ConfigError(
+            "the measured times of a block are those of another model, or of this one before it was registered again",
+            place="hardware profile",
+            remedy="Measure the machine with this model.",
+        )
+
+
+def _blocks(workload: Workload) -> int:
+    return sum(unit.kind is UnitKind.BLOCK for unit in workload.units)
+
+
+def _scale(workload: Workload, times: BlockTimes, batch: int, length: int) -> float:
+    def flops(rows: int, length: int) -> float:
+        return sum(operator.flops.at(rows, length) for operator in workload.operators)
+
+    measured = flops(times.rows, times.sequence_length)
+    return flops(batch, length) / measured if measured else batch * length / (times.rows * times.sequence_length)
+
+
+def weight_bytes(sizes: Sizes, kept_units: int) -> tuple[int, int]:
+    """Bytes of weights that are copied to the device in the forward and in the backward.
+
+    The forward loads every unit. When it ends, kept units are still there, and so are those that the backward needs first of the others,
+    one in each working slot (`lohan.planning.slots`).
+    """
+    slots = slot_sizes(sizes, kept_units)
+    others = [unit for unit in dict.fromkeys(sizes.backward) if unit not in slots.kept][slots.working :]
+    return sizes.itemsize * sum(sizes.units), sizes.itemsize * sum(sizes.units[unit] for unit in others)
+
+
+def step_setting(
+    sizes: Sizes,
+    placement: Placement,
+    order: UpdateOrder,
+    seconds: DeviceSeconds,
+    *,
+    kept_units: int,
+    gradient_buffers: int = HOST_GRADIENT_BUFFERS,
+    reorders_left: bool = True,
+    redone_share: float = 0.0,
+) -> StepSetting:
+    """A step of a run all of whose parameters are trained.
+
+    Args:
+        gradient_buffers: in host memory, of a unit each.
+        reorders_left: see `StepSetting`.
+        redone_share: see `StepSetting`.
+    """
+    forward_bytes, backward_bytes = weight_bytes(sizes, kept_units)
+    return StepSetting(
+        forward_seconds=seconds.forward,
+        backward_seconds=seconds.backward + seconds.recompute,
+        forward_weight_bytes=forward_bytes,
+        backward_weight_bytes=backward_bytes,
+        trainable_parameters=sizes.parameters,
+        form=placement.form,
+        durability=placement.durability,
+        order=order,
+        read_share=placement.read_share,
+        written_share=placement.written_share,
+        trainable_units=len(sizes.units),
+        gradient_buffers=gradient_buffers,
+        first_unit_share=sizes.units[0] / sum(sizes.units),
+        reorders_left=reorders_left,
+        redone_share=redone_share,
+    )
