@@ -17,7 +17,7 @@ from fixtures.service import BOTH_DATABASES
 from fixtures.waiting import wait_until
 from sqlalchemy import Engine
 
-from lohan.planning.planner import RAM_RESERVE_BYTES
+from lohan.planning.fit import RAM_RESERVE_BYTES
 from lohan.units import GIB
 from lohan_app.db import write_transaction
 from lohan_app.entities import BaseModel, Dataset, DatasetState, Run, RunState, Wanted

@@ -14,7 +14,7 @@ from lohan.cli.show import describe
 from lohan.config import Durability, RunConfig, parse_run_config
 from lohan.events import EventType, EventWriter, ExitReason, Phase
 from lohan.hardware.probe import occupied_bytes, probe
-from lohan.planning.planner import SSD_RESERVE_BYTES
+from lohan.planning.fit import SSD_RESERVE_BYTES
 from lohan.planning.tiers import Tier
 from lohan.states.record import FOLDER, read_record
 from lohan.streaming.executor import Session

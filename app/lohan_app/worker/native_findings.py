@@ -14,8 +14,8 @@ from pathlib import Path
 from lohan.config import Durability, UpdateSchedule
 from lohan.hardware.probe import StateDirectoryFacts
 from lohan.planning.filesystems import refusal as unfitness
+from lohan.planning.fit import SSD_RESERVE_BYTES
 from lohan.planning.footprint import CHUNK_PARAMETERS
-from lohan.planning.planner import SSD_RESERVE_BYTES
 from lohan.planning.schedule import UPDATE_ORDERS
 from lohan.units import format_bytes
 from lohan_app.worker.findings import Finding, Status

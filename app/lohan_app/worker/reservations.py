@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lohan.hardware.probe import probe
-from lohan.planning.planner import RAM_RESERVE_BYTES, ssd_capacity
+from lohan.planning.fit import RAM_RESERVE_BYTES, ssd_capacity
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
 from lohan_app.entities import Run

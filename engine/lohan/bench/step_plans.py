@@ -10,7 +10,8 @@ from lohan.bench.step_options import StatesTier, StepOptions, StepSetting, StepT
 from lohan.config import Durability, EngineSection, Precision, TrainingSection
 from lohan.errors import CapacityError
 from lohan.hardware.probe import HardwareFacts, StateDirectoryFacts
-from lohan.planning.planner import RAM_RESERVE_BYTES, SSD_RESERVE_BYTES, make_plan
+from lohan.planning.fit import RAM_RESERVE_BYTES, SSD_RESERVE_BYTES
+from lohan.planning.planner import make_plan
 from lohan.planning.state_form import StateForm
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes

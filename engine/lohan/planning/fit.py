@@ -1,0 +1,122 @@
+"""A run's settings on a machine: what each tier has for the run, and what it takes of it. Pure arithmetic: no torch.
+
+The items come from `lohan.planning.footprint`; what is chosen among settings is `lohan.planning.planner`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from lohan.config import EngineSection, TrainingSection, UnitGrain
+from lohan.errors import ConfigError
+from lohan.hardware.probe import GpuFacts, HardwareFacts
+from lohan.planning.footprint import (
+    GPU_RESERVE_BYTES,
+    Placement,
+    Sizes,
+    device_items,
+    host_items,
+    measure,
+    place_states,
+    state_items,
+)
+from lohan.planning.plan import PlanItem, TierPlan
+from lohan.planning.schedule import UpdateOrder, update_order
+from lohan.planning.tiers import Tier
+from lohan.planning.workload import Workload
+from lohan.units import GIB
+
+RAM_RESERVE_BYTES = 1 * GIB
+"""Left to the operating system."""
+SSD_RESERVE_BYTES = 1 * GIB
+"""Left on every drive."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One way to run a workload on a machine, all but micro-batch and kept units."""
+
+    workload: Workload
+    training: TrainingSection
+    engine: EngineSection
+    hardware: HardwareFacts
+    gpu: GpuFacts | None
+    """None: the CPU computes."""
+    grain: UnitGrain = UnitGrain.BLOCK
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return measure(self.workload, self.training.precision, self.grain)
+
+    @cached_property
+    def placement(self) -> Placement:
+        return place_states(self.sizes, self.training.precision, self.engine)
+
+    @property
+    def order(self) -> UpdateOrder:
+        return update_order(self.engine.schedule, self.training.clip, self.engine.gradient_buffers)
+
+    def with_engine(self, **settings: Any) -> Fit:
+        """The same with other engine settings."""
+        return replace(self, engine=self.engine.model_copy(update=settings))
+
+    def with_training(self, **settings: Any) -> Fit:
+        """The same with other training settings."""
+        return replace(self, training=self.training.model_copy(update=settings))
+
+    def memory(self, micro_batch: int, kept_units: int) -> tuple[TierPlan, TierPlan]:
+        """The GPU's and the host's plan; on the CPU the device's items are the host's."""
+        training, engine = self.training, self.engine
+        on_device = device_items(self.sizes, training.batch_size, training.sequence_length, micro_batch, kept_units)
+        on_host = host_items(self.sizes, self.placement, self.order, on_gpu=self.gpu is not None)
+        host_bytes = max(0, self.hardware.ram.free_bytes - RAM_RESERVE_BYTES)
+        if engine.host_memory_bytes is not None:
+            host_bytes = min(host_bytes, engine.host_memory_bytes)
+        if self.gpu is None:
+            return (
+                TierPlan(tier=Tier.GPU, capacity_bytes=0, items=()),
+                TierPlan(tier=Tier.RAM, capacity_bytes=host_bytes, items=(*on_device, *on_host)),
+            )
+        reserve = PlanItem(
+            name="non-torch reserve", bytes=GPU_RESERVE_BYTES, formula="CUDA context, library workspaces, allocator fragmentation"
+        )
+        gpu_bytes = min(self.gpu.free_bytes, engine.gpu_memory_bytes or self.gpu.free_bytes)
+        return (
+            TierPlan(tier=Tier.GPU, capacity_bytes=gpu_bytes, items=(*on_device, reserve)),
+            TierPlan(tier=Tier.RAM, capacity_bytes=host_bytes, items=on_host),
+        )
+
+    def drives(self) -> TierPlan:
+        """What lies in the state directories."""
+        return TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(self.hardware), items=state_items(self.sizes, self.placement))
+
+
+def ssd_capacity(hardware: HardwareFacts) -> int:
+    """What can be spread evenly over the directories: the scarcest drive decides; directories on one drive share it."""
+    directories = hardware.state_directories
+    per_drive = Counter(directory.drive for directory in directories)
+    room = [max(0, directory.free_bytes - SSD_RESERVE_BYTES) * len(directories) // per_drive[directory.drive] for directory in directories]
+    return min(room, default=0)
+
+
+def choose_gpu(engine: EngineSection, hardware: HardwareFacts) -> GpuFacts | None:
+    """The GPU a run uses; None for the CPU.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if engine.device.startswith("cpu") or (engine.device == "auto" and not hardware.gpus):
+        return None
+    index = 0 if engine.device in ("auto", "cuda") else None
+    if engine.device.startswith("cuda:"):
+        index = int(engine.device.partition(":")[2])
+    for position, gpu in enumerate(hardware.gpus):
+        if position == index or gpu.uuid == engine.device:
+            return gpu
+    there = ", ".join(gpu.uuid for gpu in hardware.gpus) or "none"
+    raise ConfigError(
+        f"engine.device is {engine.device!r}; usable GPUs: {there}", place="engine.device", remedy="Use auto, cpu, or one of these."
+    )
