@@ -105,6 +105,32 @@ class GradientBuffers(StrEnum):
     forward needs first is updated first, so that the rest lies under that forward."""
 
 
+class ActivationPolicy(StrEnum):
+    """What decides which of a block's inner activations are kept from forward to backward, and in which tier; the others are computed
+    again. All give the same bits. What each is after, and how it is expressed here, stands in `lohan.planning.policies`."""
+
+    HOLISTIC = "holistic"
+    """Algorithm 1 over all tiers: the shortest step that the cost model finds."""
+    ZERO_INFINITY = "zero-infinity"
+    """Inputs of blocks in host memory, everything else computed again."""
+    CAPUCHIN = "capuchin"
+    """Each output by itself: kept, in host memory at the furthest, where its copy is hidden or shorter than its recomputation."""
+    G10 = "g10"
+    """Everything leaves the device, and nothing is computed again."""
+    CHECKMATE = "checkmate"
+    """The least recomputation within the memory, solved for as a mixed-integer linear program; needs SciPy."""
+    FLASHNEURON = "flashneuron"
+    """Activations on the drives, all model states in the device's memory."""
+    COLOSSAL = "colossal"
+    """Inputs of blocks on the device, everything else computed again."""
+    CPU_ACTIVATIONS = "cpu-activations"
+    """As `holistic`, but nothing goes to the drives."""
+    KEEP_ALL = "keep-all"
+    """Nothing is computed again; the device is filled first, then host memory, then the drives."""
+    RECOMPUTE_ALL = "recompute-all"
+    """Inputs of blocks in the same order of tiers, everything else computed again."""
+
+
 class UnitGrain(StrEnum):
     """What a block moves as: whole, or module by module."""
 

@@ -250,7 +250,7 @@ def place_outputs(problem: ActivationProblem, counts: Mapping[str, int]) -> tupl
         tiers.update(outside := dict(_outside(leaving, sizes, *rooms)))
         ram, ssd = (sum(sizes[label] for (_, label), found in outside.items() if found is tier) for tier in (Tier.RAM, Tier.SSD))
         rooms = rooms[0] - ram, rooms[1] - ssd
-    return _retention(problem, tiers), _amounts(problem, tiers, sizes)
+    return settle(problem, tiers)
 
 
 def _outside(pieces: Sequence[Piece], sizes: Mapping[str | None, int], ram: int, ssd: int) -> Iterator[tuple[Piece, Tier]]:
@@ -262,7 +262,7 @@ def _outside(pieces: Sequence[Piece], sizes: Mapping[str | None, int], ram: int,
         size = sizes[piece[1]]
         seen += size
         # To the drives where their share of what was seen, over / total, is further from being met without this one than with it.
-        wanted = over > 0 and over * seen >= total * (on_drives + size / 2)
+        wanted = on_drives + size <= over and over * seen >= total * (on_drives + size / 2)
         if size <= ssd and (wanted or size > ram):
             on_drives, ssd = on_drives + size, ssd - size
             yield piece, Tier.SSD
@@ -271,25 +271,23 @@ def _outside(pieces: Sequence[Piece], sizes: Mapping[str | None, int], ram: int,
             yield piece, Tier.RAM
 
 
-def _retention(problem: ActivationProblem, tiers: Mapping[Piece, Tier]) -> Retention:
+def settle(problem: ActivationProblem, tiers: Mapping[Piece, Tier]) -> tuple[Retention, Amounts]:
+    """What so many pieces in their tiers are as a retention, and amount to. Every block's input is among the pieces."""
+
     def at(label: str | None, tier: Tier) -> tuple[int, ...]:
         return tuple(block for block in range(problem.blocks) if tiers.get((block, label)) is tier)
 
-    operators = []
+    by_tier = {tier: problem.boundary_bytes * len(at(None, tier)) for tier in Tier}
+    operators, saved = [], 0.0
     for candidate in problem.candidates:
-        label = candidate.label
-        places = at(label, Tier.GPU), at(label, Tier.RAM), at(label, Tier.SSD)
-        if any(places):
-            operators.append(KeptOperator(label=label, gpu_blocks=places[0], ram_blocks=places[1], ssd_blocks=places[2]))
+        blocks = {tier: at(candidate.label, tier) for tier in Tier}
+        for tier in Tier:
+            by_tier[tier] += candidate.bytes_per_block * len(blocks[tier])
+        count = sum(map(len, blocks.values()))
+        saved += candidate.seconds_per_block * count
+        if count:
+            places = {f"{tier}_blocks": blocks[tier] for tier in Tier}
+            operators.append(KeptOperator(label=candidate.label, **places))
     inputs = BlockTiers(ram_blocks=at(None, Tier.RAM), ssd_blocks=at(None, Tier.SSD))  # the others stay on the device
-    return Retention(operators=tuple(operators), boundaries=inputs)
-
-
-def _amounts(problem: ActivationProblem, tiers: Mapping[Piece, Tier], sizes: Mapping[str | None, int]) -> Amounts:
-    seconds = {candidate.label: candidate.seconds_per_block for candidate in problem.candidates}
-    by_tier = dict.fromkeys(Tier, 0)
-    saved = 0.0
-    for (_, label), tier in tiers.items():
-        by_tier[tier] += sizes[label]
-        saved += seconds[label] if label is not None else 0.0
-    return Amounts(by_tier[Tier.GPU], by_tier[Tier.RAM], by_tier[Tier.SSD], saved)
+    amounts = Amounts(by_tier[Tier.GPU], by_tier[Tier.RAM], by_tier[Tier.SSD], saved)
+    return Retention(operators=tuple(operators), boundaries=inputs), amounts
