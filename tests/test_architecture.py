@@ -41,8 +41,12 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
     "lohan.models": ("lohan.planning", "lohan.states"),
     "lohan.streaming": ("lohan.memory", "lohan.states", "lohan.models", "lohan.planning"),
     "lohan.training": ("lohan.hardware", "lohan.planning", "lohan.data", "lohan.states", "lohan.models", "lohan.streaming", "lohan"),
-    "lohan.bench": ("lohan.hardware", "lohan.planning", "lohan.models", "lohan.streaming", "lohan"),
-    "lohan.cli": ("lohan.hardware", "lohan.planning", "lohan.data", "lohan.models", "lohan.training", "lohan.bench", "lohan"),
+    "lohan.profiling": ("lohan.hardware", "lohan.planning", "lohan.memory", "lohan.states", "lohan.models", "lohan.streaming"),
+    "lohan.bench": ("lohan.hardware", "lohan.planning", "lohan.models", "lohan.streaming", "lohan.profiling", "lohan"),
+    "lohan.cli": (
+        *("lohan.hardware", "lohan.planning", "lohan.data", "lohan.models", "lohan.streaming", "lohan.training", "lohan.bench"),
+        *("lohan.profiling", "lohan"),
+    ),
     "lohan": ("lohan.streaming", "lohan.models"),
 }
 
@@ -50,12 +54,14 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
 ENGINE_NEVER = ("lohan_app", "fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "celery", "kombu", "redis", "pydantic_settings")
 
 # The native core: bytes through the store and the arena, numbers through the optimizer and the state store (split masters, checksums).
-# `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct; `lohan bench` measures it.
+# `lohan doctor` asks whether it loads, what the processor and the kernel give it, and whether files go direct; `lohan bench` and
+# `lohan.profiling` measure it.
 NATIVE_USERS = {
     *("lohan.memory.store", "lohan.memory.arena", "lohan.states.state_store", "lohan.states.record"),
     *(f"lohan.streaming.{name}" for name in ("optimizer", "chunk_pipeline", "clipping", "hyperparameters")),
     "lohan_app.worker.native_findings",
-    *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.passes", "lohan.bench.striping", "lohan.bench.step"),
+    *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.striping", "lohan.bench.step"),
+    "lohan.profiling.passes",
 }
 
 FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "system")

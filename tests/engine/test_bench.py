@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from lohan.bench import adam, records, show
 from lohan.bench import io as io_bench
 from lohan.bench.adam import Case
-from lohan.cli.bench import ExitCode, make_application
+from lohan.cli.bench import make_application
+from lohan.cli.measuring import ExitCode
 from lohan.errors import CapacityError, StorageError
 from lohan.units import GIB, KIB, MIB, parse_bytes
 from tests.engine.bench_runs import Notes, measured, options

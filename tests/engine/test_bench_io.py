@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lohan._native import IoEngine
-from lohan.bench import fio, passes, striping
+from lohan.bench import fio, striping
 from lohan.bench import io as io_bench
 from lohan.errors import ConfigError
 from lohan.hardware.transfers import (
@@ -26,6 +26,7 @@ from lohan.hardware.transfers import (
     save_choice,
 )
 from lohan.memory.store import Store
+from lohan.profiling import passes
 from lohan.units import GIB, KIB, MIB
 from tests.engine.bench_runs import Notes, measured, options
 

@@ -17,19 +17,21 @@ from typer.testing import CliRunner
 
 import lohan
 from lohan.bench import records, show, step, step_plans
-from lohan.bench.step_disk import mixed_bytes_per_second, transfer_setting
+from lohan.bench.step_disk import mixed_bytes_per_second
 from lohan.bench.step_memory import GpuMemory, host_peak_bytes
 from lohan.bench.step_model import PooledWeights, block_seconds, make_config
 from lohan.bench.step_options import SETTING_FIELDS, StateKind, StatesTier
 from lohan.bench.step_plans import file_bytes, fit_together, make_task
 from lohan.bench.step_shapes import SHAPES, Shape, ShapeName, block_forward_flops, forward_flops, step_flops
-from lohan.cli.bench import ExitCode, make_application
+from lohan.cli.bench import make_application
+from lohan.cli.measuring import ExitCode
 from lohan.config import Durability, Precision, UpdateSchedule
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import GpuFacts, probe
 from lohan.hardware.transfers import Engine, TransferChoice, TransferSetting, save_choice
 from lohan.models.blocks import trace_workload
 from lohan.planning.tiers import Tier
+from lohan.profiling.passes import transfer_setting
 from lohan.units import GIB, MIB
 from tests.engine.bench_runs import step_options
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from typing import Final
 
 from lohan._native import IoError
 from lohan.bench import fio, striping
-from lohan.bench.folders import temporary_folders
-from lohan.bench.passes import Passes, refusal
 from lohan.bench.records import Record, Watcher, median
 from lohan.errors import ConfigError, StorageError
 from lohan.hardware.transfers import (
@@ -28,6 +25,8 @@ from lohan.hardware.transfers import (
     choose_transfers,
     save_choice,
 )
+from lohan.profiling.folders import temporary_folders
+from lohan.profiling.passes import Passes, as_storage_error, refusal
 from lohan.units import GIB, KIB, MIB, format_bytes
 
 DEFAULT_SIZE_BYTES: Final = GIB
@@ -126,7 +125,7 @@ def run(options: IoOptions, watcher: Watcher) -> list[Record]:
                 watcher=watcher,
             )
     except IoError as error:
-        raise _as_storage_error(error) from error
+        raise as_storage_error(error) from error
     choice = choose_transfers(speeds)
     if choice is None:
         return records
@@ -280,13 +279,3 @@ def _fill(paths: Sequence[Path], options: IoOptions, watcher: Watcher) -> None:
     setting = TransferSetting(Engine.THREADS, STRIPE_BYTES, 4)
     with Passes(paths, setting, file_bytes=options.file_bytes) as passes:
         passes.run(Operation.WRITE, options.file_bytes * len(paths))
-
-
-def _as_storage_error(error: IoError) -> StorageError:
-    return StorageError(
-        f"{error.operation} failed: {os.strerror(error.errno or 0)}",
-        place=str(error.filename),
-        remedy=error.remedy,
-        errno=error.errno,
-        offset=error.offset,
-    )

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from shutil import copyfile
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from lohan.bench.folders import temporary_folders
 from lohan.errors import LohanError
 from lohan.hardware.transfers import CHOICE_FILE
+from lohan.profiling.folders import temporary_folders
 
 if TYPE_CHECKING:
     from pathlib import Path

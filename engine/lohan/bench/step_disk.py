@@ -7,25 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from lohan.bench.folders import temporary_folders
-from lohan.bench.passes import Passes, refusal
-from lohan.hardware.transfers import ENGINE_BLOCK_BYTES, Engine, Operation, TransferSetting, load_choice
+from lohan.hardware.transfers import Operation
+from lohan.profiling.folders import temporary_folders
+from lohan.profiling.passes import Passes, transfer_setting
 from lohan.units import GIB, MIB
 
-# What runs go by where `lohan bench io` was never run.
-_DEFAULT_DEPTH: Final = {Engine.URING: 8, Engine.THREADS: 4}
 _FILE_BYTES: Final = GIB
 _LEAST_SECONDS: Final = 2.0
 _SHARE_OF_FREE_SPACE: Final = 4
-
-
-def transfer_setting(directories: tuple[Path, ...]) -> TransferSetting:
-    """What a run with these state directories moves its files with."""
-    chosen = load_choice(directories)
-    if chosen is not None and not refusal(chosen.engine):
-        return chosen
-    engine = Engine.THREADS if refusal(Engine.URING) else Engine.URING
-    return TransferSetting(engine, ENGINE_BLOCK_BYTES, _DEFAULT_DEPTH[engine])
 
 
 def mixed_bytes_per_second(directories: tuple[Path, ...], *, file_bytes: int = _FILE_BYTES, least_seconds: float = _LEAST_SECONDS) -> float:

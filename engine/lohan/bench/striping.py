@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from lohan._native import FaultPlan
-from lohan.bench.passes import Passes
 from lohan.bench.records import Record, Watcher, interleaved, median
 from lohan.hardware.transfers import Engine, Operation, TransferSetting
+from lohan.profiling.passes import Passes
 from lohan.units import MIB
 
 OPERATIONS: Final = (Operation.READ, Operation.WRITE)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from enum import IntEnum
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lohan.bench.step_options import DEFAULT_STEPS, DEFAULT_WARMUP, SETTING_FIELDS, StateKind, StatesTier, StepOptions
 from lohan.bench.step_shapes import ShapeName
-from lohan.cli.commands import print_error
+from lohan.cli.measuring import errors_in_words, terminated_in_order
 from lohan.config import Clip, Durability, Precision, UpdateSchedule
-from lohan.errors import ConfigError, LohanError
+from lohan.errors import ConfigError
 from lohan.hardware.transfers import Engine, Operation
 from lohan.training.tracing import check_writable
 from lohan.units import parse_bytes
@@ -27,11 +24,6 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON document instead of the table.")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON document to this file, too.")]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Counted rounds; medians over them are given.")]
-
-
-class ExitCode(IntEnum):
-    FAILED = 1
-    BAD_CONFIG = 2
 
 
 def make_application() -> typer.Typer:
@@ -59,7 +51,7 @@ def adam(
 
         return run(elements=elements, rounds=rounds or DEFAULT_ROUNDS, threads=threads, watcher=watcher)
 
-    with _errors_in_words():
+    with errors_in_words():
         _bench("adam", measure, as_json=as_json, output=output)
 
 
@@ -82,7 +74,7 @@ def io(
     output: Output = None,
 ) -> None:
     """Compare reading and writing the state directories with fio on the same files, and say which setting is chosen for the engine."""
-    with _errors_in_words():
+    with errors_in_words():
         from lohan.bench.io import DEFAULT_BLOCK_BYTES, DEFAULT_DEPTHS, DEFAULT_ROUNDS, IoOptions, run
 
         options = IoOptions(
@@ -130,7 +122,7 @@ def step(
     ] = False,
 ) -> None:
     """Time whole training steps of a randomly initialised Llama on random tokens, the update schedules beside each other."""
-    with _errors_in_words():
+    with errors_in_words():
         if append and output is None:
             raise ConfigError("there is no file to append to", place="--append", remedy="Give --output FILE.")
         options = StepOptions(
@@ -180,7 +172,7 @@ def _bench(
 ) -> None:
     from lohan.bench import records, show
 
-    with _terminated_in_order(), show.stdout_kept_clean(), show.watcher_on_stderr() as watcher:
+    with terminated_in_order(), show.stdout_kept_clean(), show.watcher_on_stderr() as watcher:
         measured = measure(watcher)
     content = records.document(name, measured, directories=directories)
     if output is not None:
@@ -196,26 +188,3 @@ def _bytes(text: str, option: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ConfigError(str(error), place=option, remedy="Give a number with K, M or G behind it, e.g. 256K, 4M, 1G.") from None
-
-
-@contextmanager
-def _errors_in_words() -> Iterator[None]:
-    try:
-        yield
-    except LohanError as error:
-        print_error(error)
-        raise typer.Exit(ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED) from None
-
-
-@contextmanager
-def _terminated_in_order() -> Iterator[None]:
-    """SIGTERM ends the command like an error would, so that the files it made are removed."""
-
-    def stop(number: int, _: Any) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -12,8 +12,11 @@ from lohan.errors import StorageError
 
 
 @contextmanager
-def temporary_folders(directories: Sequence[Path]) -> Iterator[list[Path]]:
+def temporary_folders(directories: Sequence[Path], *, prefix: str = ".lohan-bench-") -> Iterator[list[Path]]:
     """A new folder in each of the directories; removed at the end with what is in it.
+
+    Args:
+        prefix: of the folders' names.
 
     Raises:
         StorageError: one cannot be made.
@@ -22,7 +25,7 @@ def temporary_folders(directories: Sequence[Path]) -> Iterator[list[Path]]:
     try:
         for directory in directories:
             try:
-                folders.append(Path(tempfile.mkdtemp(dir=directory.absolute(), prefix=".lohan-bench-")))
+                folders.append(Path(tempfile.mkdtemp(dir=directory.absolute(), prefix=prefix)))
             except OSError as error:
                 remedy = "Name a folder this user may write to."
                 raise StorageError.of(error, "no folder can be made", place=directory, remedy=remedy) from error

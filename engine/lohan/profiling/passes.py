@@ -10,12 +10,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Self
 
-from lohan._native import AlignedBuffer, FaultPlan, IoEngine, IoFile, IoPool, IoTicket, io_uring_refusal
-from lohan.hardware.transfers import Engine, Operation, TransferSetting
+from lohan._native import AlignedBuffer, FaultPlan, IoEngine, IoError, IoFile, IoPool, IoTicket, io_uring_refusal
+from lohan.errors import StorageError
+from lohan.hardware.transfers import ENGINE_BLOCK_BYTES, Engine, Operation, TransferSetting, load_choice
 from lohan.units import MIB
 
 # 70 % reads, as evenly spread as ten places allow.
-_MIXED_PATTERN: Final = "rrwrrwrrwr"
+MOSTLY_READS: Final = "rrwrrwrrwr"
+HALF_READS: Final = "rw"
+# What runs go by where `lohan bench io` was never run.
+_DEFAULT_DEPTH: Final = {Engine.URING: 8, Engine.THREADS: 4}
 # Blocks are handed over in batches, and one batch more than may be in flight is under way: the next is queued while one is awaited. Where
 # the blocks in flight take little memory a batch is as many, so that Python is seldom waited for (a quarter of eight 256 KiB: 84 % of the
 # speed). Where they take more it is a quarter: fio has one buffer for each block in flight, and twice as much falls out of the processor's
@@ -24,13 +28,37 @@ _LITTLE_BYTES: Final = 4 * MIB
 _NATIVE: Final = {Engine.URING: IoEngine.URING, Engine.THREADS: IoEngine.THREADS}
 
 
-def operations(operation: Operation, *, total_bytes: int, block_bytes: int) -> Iterator[tuple[Operation, int]]:
-    """(READ or WRITE, offset in bytes) of each block in order; every block is moved once. Mixed: 70 % of them are read, 30 % written."""
+def transfer_setting(directories: Sequence[Path]) -> TransferSetting:
+    """What a run with these state directories moves its files with."""
+    chosen = load_choice(directories)
+    if chosen is not None and not refusal(chosen.engine):
+        return chosen
+    engine = Engine.THREADS if refusal(Engine.URING) else Engine.URING
+    return TransferSetting(engine, ENGINE_BLOCK_BYTES, _DEFAULT_DEPTH[engine])
+
+
+def as_storage_error(error: IoError) -> StorageError:
+    """A failed transfer as the error that users see."""
+    return StorageError(
+        f"{error.operation} failed: {os.strerror(error.errno or 0)}",
+        place=str(error.filename),
+        remedy=error.remedy,
+        errno=error.errno,
+        offset=error.offset,
+    )
+
+
+def operations(operation: Operation, *, total_bytes: int, block_bytes: int, mix: str = MOSTLY_READS) -> Iterator[tuple[Operation, int]]:
+    """(READ or WRITE, offset in bytes) of each block in order; every block is moved once.
+
+    Args:
+        mix: of mixed operations: `r` for each that is read, `w` for each that is written, over and over.
+    """
     blocks = total_bytes // block_bytes
     if operation is not Operation.MIXED:
         yield from ((operation, index * block_bytes) for index in range(blocks))
         return
-    kinds = [Operation.READ if kind == "r" else Operation.WRITE for kind in itertools.islice(itertools.cycle(_MIXED_PATTERN), blocks)]
+    kinds = [Operation.READ if kind == "r" else Operation.WRITE for kind in itertools.islice(itertools.cycle(mix), blocks)]
     # Reads take the front of the file and writes what lies behind it: no two transfers touch the same bytes.
     cursors = {Operation.READ: 0, Operation.WRITE: kinds.count(Operation.READ)}
     for kind in kinds:
@@ -44,13 +72,22 @@ class Passes:
     Args:
         file_bytes: of each file; a multiple of 4 MiB where there are several.
         faults: slows the transfers down.
+        mix: see `operations`.
 
     Raises:
         IoError: the files cannot be made, or a transfer failed.
     """
 
-    def __init__(self, paths: Sequence[Path], setting: TransferSetting, *, file_bytes: int, faults: FaultPlan | None = None) -> None:
-        self._block_bytes = setting.block_bytes
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        setting: TransferSetting,
+        *,
+        file_bytes: int,
+        faults: FaultPlan | None = None,
+        mix: str = MOSTLY_READS,
+    ) -> None:
+        self._block_bytes, self._mix = setting.block_bytes, mix
         in_flight = setting.depth * len(paths)
         self._batch = in_flight if in_flight * setting.block_bytes <= _LITTLE_BYTES else -(-in_flight // 4)
         self._batches = -(-in_flight // self._batch) + 1
@@ -75,7 +112,7 @@ class Passes:
     def run(self, operation: Operation, total_bytes: int, *, times: int = 1) -> float:
         """Seconds of moving the first `total_bytes` so many `times`; what was written is durable at the end."""
         moves = itertools.chain.from_iterable(
-            operations(operation, total_bytes=total_bytes, block_bytes=self._block_bytes) for _ in range(times)
+            operations(operation, total_bytes=total_bytes, block_bytes=self._block_bytes, mix=self._mix) for _ in range(times)
         )
         waiting: deque[list[IoTicket]] = deque()
         begin = time.perf_counter()
