@@ -361,6 +361,8 @@ def test_probe_of_this_machine(tmp_path):
     assert 0 < first.free_bytes <= first.total_bytes
     assert facts.gpus or facts.notes
     assert probe([tmp_path / "not" / "yet", tmp_path]).digest == facts.digest
+    assert probe([tmp_path / "another", tmp_path / "third"]).digest == facts.digest  # folders of the same drive
+    assert probe([tmp_path]).digest != facts.digest
     assert HardwareFacts.model_validate_json(facts.model_dump_json()) == facts
     assert list(tmp_path.iterdir()) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -83,8 +84,13 @@ class HardwareFacts(_Facts):
 
     @property
     def digest(self) -> str:
-        """SHA-256 over what stays the same while the machine does: not over what is free."""
-        drives = [(directory.path, directory.filesystem, directory.total_bytes) for directory in self.state_directories]
+        """SHA-256 over what stays the same while the machine does: not over what is free.
+
+        State directories count by the file systems they are on, so that each run's own folder on a drive is the same machine.
+        """
+        sharing = Counter((directory.drive, directory.filesystem, directory.total_bytes) for directory in self.state_directories)
+        # Not by `drive`: the kernel numbers devices anew when it starts.
+        drives = sorted((filesystem, total_bytes, count) for (_, filesystem, total_bytes), count in sharing.items())
         gpus = [(gpu.uuid, gpu.name, gpu.total_bytes) for gpu in self.gpus]
         stable = repr((self.cpu.name, self.cpu.cores, self.ram.total_bytes, gpus, drives))
         return hashlib.sha256(stable.encode()).hexdigest()
