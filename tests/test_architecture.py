@@ -122,6 +122,7 @@ ROLES: dict[str, Role] = {
 HEAVY = ("torch", "transformers", "numpy", "scipy", "pyarrow", "pandas")
 ENGINE_WITHOUT_TORCH = (
     *("lohan", "lohan.config", "lohan.events", "lohan.planning.planner", "lohan.data.formats", "lohan.hardware.probe"),
+    *("lohan.hardware.profile_files", "lohan.hardware.catalog"),
     *("lohan.cli.bench", "lohan.bench.adam", "lohan.bench.io", "lohan.bench.step", "lohan.bench.show"),
 )
 
