@@ -61,7 +61,7 @@ NATIVE_USERS = {
     *(f"lohan.streaming.{name}" for name in ("optimizer", "chunk_pipeline", "clipping", "hyperparameters")),
     "lohan_app.worker.native_findings",
     *("lohan.bench.adam", "lohan.bench.adam_arrays", "lohan.bench.io", "lohan.bench.striping", "lohan.bench.step"),
-    "lohan.profiling.passes",
+    *("lohan.profiling.passes", "lohan.profiling.host", "lohan.profiling.drives", "lohan.profiling.machine"),
 }
 
 FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "system")
@@ -122,7 +122,7 @@ ROLES: dict[str, Role] = {
 HEAVY = ("torch", "transformers", "numpy", "scipy", "pyarrow", "pandas")
 ENGINE_WITHOUT_TORCH = (
     *("lohan", "lohan.config", "lohan.events", "lohan.planning.planner", "lohan.data.formats", "lohan.hardware.probe"),
-    *("lohan.hardware.profile_files", "lohan.hardware.catalog"),
+    *("lohan.hardware.profile_files", "lohan.hardware.catalog", "lohan.cli.profile", "lohan.cli.show_profile"),
     *("lohan.cli.bench", "lohan.bench.adam", "lohan.bench.io", "lohan.bench.step", "lohan.bench.show"),
 )
 

@@ -14,11 +14,9 @@ from typing import Any, Protocol
 
 from lohan.errors import ConfigError, StorageError
 from lohan.hardware.probe import probe
+from lohan.profiling.timing import PAUSE_SECONDS
 
 SCHEMA = 1
-# Before each timed call. OpenMP's threads, which torch computes with, go on spinning for milliseconds after their work: whoever came
-# next on the same cores took 15.8 ms instead of 12.4 on two of them.
-PAUSE_SECONDS = 0.02
 
 Record = dict[str, Any]
 

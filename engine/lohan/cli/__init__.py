@@ -1,4 +1,4 @@
-"""The engine's commands: `lohan train`, `lohan plan`, `lohan bench`.
+"""The engine's commands: `lohan train`, `lohan plan`, `lohan profile`, `lohan bench`.
 
 Importing them loads no torch; each imports what it needs when it is called.
 """
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 def register(application: typer.Typer) -> None:
     """Add the engine's commands to a command line."""
-    from lohan.cli import bench, commands
+    from lohan.cli import bench, commands, profile
 
     application.command("train")(commands.train)
     application.command("plan")(commands.plan)
+    application.command("profile")(profile.profile)
     application.add_typer(bench.make_application(), name="bench")

@@ -1,0 +1,150 @@
+"""Shows a profile in the terminal: how far it is on stderr, its figures on stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lohan.cli.show import make_console
+from lohan.units import format_count, format_duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from lohan.hardware.profile import HardwareProfile, Measured
+    from lohan.profiling.progress import OnProgress, ProfileProgress
+
+_RATES = (
+    ("host to GPU", "host_to_device"),
+    ("GPU to host", "device_to_host"),
+    ("both ways at once, each", "both_ways"),
+    ("device memory, copied", "device_memory"),
+    ("host memory, copied", "host_memory"),
+    ("state directories, read", "ssd_read"),
+    ("state directories, written", "ssd_write"),
+    ("state directories, half and half", "ssd_mixed"),
+    ("gradient norm", "gradient_norm"),
+    ("checksum", "checksum"),
+)
+# A quiet machine repeats most figures within a tenth; a single repetition that was disturbed makes a quarter.
+_UNSTEADY = 0.5
+
+
+@contextmanager
+def shown_progress() -> Iterator[OnProgress]:
+    """A bar with the time left on a terminal, else one line a measurement."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield _print_line
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[left]}", markup=False))
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _BarProgress(progress)
+
+
+def _left(progress: ProfileProgress) -> str:
+    return "time left unknown yet" if progress.seconds_left is None else f"about {format_duration(progress.seconds_left)} left"
+
+
+def _print_line(progress: ProfileProgress) -> None:
+    if progress.note:
+        print(progress.note, file=sys.stderr, flush=True)
+    elif progress.what:
+        print(f"[{progress.fraction:4.0%}] {progress.what}, {_left(progress)}", file=sys.stderr, flush=True)
+
+
+class _BarProgress:
+    """One bar; notes stay above it."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._task = bars.add_task("", total=1.0, left="")
+
+    def __call__(self, progress: ProfileProgress) -> None:
+        if progress.note:
+            self._bars.console.print(progress.note, markup=False)
+        self._bars.update(self._task, description=progress.what, completed=progress.fraction, left=_left(progress), refresh=True)
+
+
+def print_profile(profile: HardwareProfile, *, is_new: bool) -> None:
+    """One row a figure, with how far its repetitions lie apart."""
+    console = make_console()
+    console.print(_machine_table(profile))
+    if profile.blocks:
+        console.print(_block_table(profile))
+    missing = [name for name, field in (*_RATES, ("commit", "commit_seconds")) if getattr(profile, field) is None]
+    if missing:
+        console.print(f"Not measured: {', '.join(missing)}.", markup=False)
+    unsteady = [name for name, field in _RATES if (figure := getattr(profile, field)) is not None and figure.spread > _UNSTEADY]
+    if unsteady:
+        console.print(
+            f"Repetitions lie far apart in: {', '.join(unsteady)}. Something else was at work; `--again` measures once it is done.",
+            markup=False,
+        )
+    when = "just now" if is_new else profile.date
+    _print_plain(console, f"Measured {when}, {'and kept' if is_new else '`--again` measures anew'}: {profile.fingerprint[:12]}.")
+
+
+def _print_plain(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _machine_table(profile: HardwareProfile) -> Table:
+    from rich.table import Table
+
+    table = Table(title=profile.device, title_justify="left")
+    table.add_column("what")
+    for name in ("median", "spread", "repetitions"):
+        table.add_column(name, justify="right")
+
+    def add(name: str, figure: Measured | None, text: str) -> None:
+        if figure is not None:
+            table.add_row(name, text, f"{figure.spread:.0%}", str(figure.repetitions))
+
+    for name, field in _RATES:
+        figure: Measured | None = getattr(profile, field)
+        if figure is not None:
+            add(name, figure, f"{figure.value / 1e9:.3g} GB/s")
+    matmul = profile.matmul_flops_per_second
+    add("matrix product", matmul, f"{matmul.value / 1e12:.3g} TFLOPS")
+    for update in profile.updates:
+        rate = update.elements_per_second
+        add(f"AdamW, states {update.form}, {update.threads} threads", rate, f"{format_count(round(rate.value))} parameters/s")
+    if profile.commit_seconds is not None:
+        add("commit", profile.commit_seconds, f"{1e3 * profile.commit_seconds.value:.3g} ms")
+    return table
+
+
+def _block_table(profile: HardwareProfile) -> Table:
+    from rich.table import Table
+
+    table = Table(title="One block, its weights on the device", title_justify="left")
+    for name in ("model", "kernels", "precision"):
+        table.add_column(name)
+    for name in ("rows", "tokens", "forward", "backward", "spread", "head and loss"):
+        table.add_column(name, justify="right")
+    for block in profile.blocks:
+        head = block.head_seconds
+        table.add_row(
+            block.workload_digest[:12],
+            block.kernels,
+            block.precision,
+            str(block.rows),
+            str(block.sequence_length),
+            _milliseconds(block.forward_seconds),
+            _milliseconds(block.backward_seconds),
+            f"{max(block.forward_seconds.spread, block.backward_seconds.spread):.0%}",
+            "-" if head is None else _milliseconds(head),
+        )
+    return table
+
+
+def _milliseconds(figure: Measured) -> str:
+    return f"{1e3 * figure.value:.3g} ms"

@@ -1,0 +1,69 @@
+"""Tells how far a measurement is, and how long it still takes judging by what was measured already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ProfileProgress:
+    """How far a profile is."""
+
+    what: str
+    """What is measured now; empty at the end."""
+    fraction: float
+    """Of all that is measured, done."""
+    seconds_left: float | None
+    """None: nothing is known yet."""
+    note: str = ""
+    """A sentence about the figures: why one is missing, or what it stands for."""
+
+
+OnProgress = Callable[[ProfileProgress], None]
+
+
+class Meter:
+    """Counts stages by the time each was expected to take.
+
+    Args:
+        expected: of each stage in order, in seconds, or in any unit where `in_seconds` is False.
+        in_seconds: whether an estimate can be given before the first stage has ended.
+    """
+
+    def __init__(self, expected: Sequence[float], on_progress: OnProgress | None, *, in_seconds: bool = True) -> None:
+        self._expected, self._on_progress, self._in_seconds = list(expected), on_progress, in_seconds
+        self._ended = 0
+        self._what = ""
+        self._begin = time.monotonic()
+
+    def begin(self, what: str) -> None:
+        """A stage begins; the one before it has ended."""
+        self._what = what
+        self._tell()
+
+    def end(self) -> None:
+        """The stage that was begun has ended."""
+        self._ended += 1
+        if self._ended == len(self._expected):
+            self._what = ""
+            self._tell()
+
+    def note(self, sentence: str) -> None:
+        self._tell(sentence)
+
+    @property
+    def _fraction(self) -> float:
+        total = sum(self._expected)
+        return sum(self._expected[: self._ended]) / total if total else 1.0
+
+    def _seconds_left(self) -> float | None:
+        done, left = sum(self._expected[: self._ended]), sum(self._expected[self._ended :])
+        if done:
+            return (time.monotonic() - self._begin) / done * left
+        return left if self._in_seconds else None
+
+    def _tell(self, note: str = "") -> None:
+        if self._on_progress is not None:
+            self._on_progress(ProfileProgress(self._what, self._fraction, self._seconds_left(), note))
