@@ -38,7 +38,7 @@ ENGINE_ROOMS: dict[str, tuple[str, ...]] = {
     "lohan.data": (),
     "lohan.memory": ("lohan.hardware",),
     "lohan.states": ("lohan.memory", "lohan.planning", "lohan.hardware"),
-    "lohan.models": ("lohan.planning", "lohan.states"),
+    "lohan.models": ("lohan.planning", "lohan.states", "lohan.hardware"),
     "lohan.streaming": ("lohan.memory", "lohan.states", "lohan.models", "lohan.planning"),
     "lohan.training": ("lohan.hardware", "lohan.planning", "lohan.data", "lohan.states", "lohan.models", "lohan.streaming", "lohan"),
     "lohan.profiling": ("lohan.hardware", "lohan.planning", "lohan.memory", "lohan.states", "lohan.models", "lohan.streaming"),

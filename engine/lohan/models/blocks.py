@@ -10,7 +10,7 @@ A block is one unit, or, where it is too large for that, one for each of its chi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from lohan.planning.workload import UnitKind
 if TYPE_CHECKING:
     from torch import nn
 
-    from lohan.planning.workload import ModuleWorkload, UnitWorkload, Workload
+    from lohan.planning.workload import ModuleWorkload, OperatorWorkload, UnitWorkload, Workload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,9 +221,7 @@ def trace_workload(config: Any) -> Workload:
 
     model = empty_model(config)
     units = find_units(model)
-    name, module = next(unit for unit in units if unit.kind is UnitKind.BLOCK).modules[0]
-    parent = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])  # of the list of blocks
-    rotary = getattr(parent, "rotary_emb", None)
+    module, rotary = first_block(model, units)
     text = config.get_text_config()
     return Workload(
         architecture=str(config.model_type),
@@ -234,7 +232,44 @@ def trace_workload(config: Any) -> Workload:
         tied_embeddings=any(len(entry.names) > 1 for entry in units[0].parameters),
         block_saved_elements_per_token=saved_elements_per_token(module, text.hidden_size, rotary),
         modules=_trace_modules(model, module, text.hidden_size, rotary),
+        operators=_trace_operators(module, text.hidden_size, rotary),
+        head_flops_per_token=_head_flops_per_token(model),
     )
+
+
+def first_block(model: nn.Module, units: Sequence[Unit]) -> tuple[nn.Module, nn.Module | None]:
+    """The first block of `model`, and the model's module for rotary positions, if it has one."""
+    name, block = next(unit for unit in units if unit.kind is UnitKind.BLOCK).modules[0]
+    parent = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])  # of the list of blocks
+    return block, getattr(parent, "rotary_emb", None)
+
+
+def _trace_operators(block: nn.Module, hidden_size: int, rotary: nn.Module | None) -> tuple[OperatorWorkload, ...]:
+    """The operators of `block`; none where they cannot be counted.
+
+    That is no reason to refuse a model, which can be trained all the same: a plan can keep no output of an operator that it does not know,
+    so that all is recomputed, and it has no wrong figure to count with.
+    """
+    from lohan.models.operator_trace import trace_operators
+
+    try:
+        return trace_operators(block, hidden_size, rotary)
+    except ModelError:
+        return ()
+
+
+def output_projection(model: nn.Module) -> nn.Linear | None:
+    """The linear layer that makes logits of `model`'s last hidden states; None if it has none."""
+    from torch import nn
+
+    find: Any = getattr(model, "get_output_embeddings", lambda: None)
+    module = find()
+    return module if isinstance(module, nn.Linear) else None
+
+
+def _head_flops_per_token(model: nn.Module) -> int:
+    projection = output_projection(model)
+    return 0 if projection is None else 2 * projection.in_features * projection.out_features
 
 
 def _trace_modules(model: nn.Module, block: nn.Module, hidden_size: int, rotary: nn.Module | None) -> ModuleWorkload | None:

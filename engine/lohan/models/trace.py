@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from lohan.models.block_inputs import block_arguments
 
 TRACED_LENGTHS = (64, 128, 192)
 """Tokens. Three lengths tell the part that grows with the tokens from the part that grows with their square."""
@@ -119,6 +120,7 @@ def _run(block: nn.Module, parts: Sequence[Sequence[nn.Module]], hidden_size: in
     parameters = {name: meta(*tensor.shape) for name, tensor in block.named_parameters()}
     buffers = {name: torch.empty(tensor.shape, device="meta", dtype=tensor.dtype) for name, tensor in block.named_buffers()}
     hidden = meta(1, length, hidden_size)
+    arguments = block_arguments(block, rotary, 1, length, device=hidden.device, dtype=hidden.dtype)
     weights = {tensor.untyped_storage()._cdata for tensor in (*parameters.values(), hidden)}
     run = _Run(parts)
 
@@ -129,18 +131,10 @@ def _run(block: nn.Module, parts: Sequence[Sequence[nn.Module]], hidden_size: in
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            torch.func.functional_call(block, {**parameters, **buffers}, (hidden,), _arguments(block, rotary, length))
+            torch.func.functional_call(block, {**parameters, **buffers}, (hidden,), arguments)
     finally:
         run.remove_hooks()
     return run
-
-
-def _arguments(block: nn.Module, rotary: nn.Module | None, length: int) -> dict[str, Any]:
-    if rotary is None or "position_embeddings" not in inspect.signature(block.forward).parameters:
-        return {}
-    # Of its first argument a rotary module reads dtype and device only.
-    cosines, sines = rotary(torch.empty(1, 1, 1, dtype=torch.bfloat16), torch.arange(length)[None])
-    return {"position_embeddings": (cosines.to("meta"), sines.to("meta"))}
 
 
 def _linear_elements(block: nn.Module) -> int:

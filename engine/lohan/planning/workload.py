@@ -93,7 +93,9 @@ class OperatorWorkload(BaseModel):
     traffic_elements: Coefficients
     """Read and written, in the working precision."""
     can_be_kept: bool
-    """Whether its outputs may stand in for it: it draws no random numbers, its outputs are no views, and nothing writes to them."""
+    """Whether its outputs may stand in for it: it draws no random numbers, its outputs are no views, nothing writes to them, and it is in
+    runs of both precisions, with a mask and without. Keeping them saves its own time and no other's: its inputs are computed again where
+    anything else uses them, its backward included. Autograd need not save them for that."""
     is_recomputed: bool = True
     """Whether a recomputation gets as far as this operator: it ends when autograd has all that it saved."""
 
@@ -125,6 +127,32 @@ class Workload(BaseModel):
     @property
     def parameters(self) -> int:
         return sum(unit.parameters for unit in self.units)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the model has."""
+        return sum(unit.kind is UnitKind.BLOCK for unit in self.units)
+
+    def block_forward_flops(self, rows: int, length: int) -> float:
+        """Of one block's forward; 0 where its operators are unknown, as in the two below."""
+        return sum(operator.flops.at(rows, length) for operator in self.operators)
+
+    def block_output_elements(self, rows: int, length: int) -> float:
+        """Of all operators of one block, in the working precision: what there would be to keep, had every operator its outputs kept."""
+        return sum(operator.output_elements.at(rows, length) for operator in self.operators)
+
+    def activation_elements(self, rows: int, length: int) -> float:
+        """Of all blocks: `block_output_elements`, the block's input among them as the output of the block before it."""
+        return self.blocks * self.block_output_elements(rows, length)
+
+    def head_forward_flops(self, rows: int, length: int) -> float:
+        """Of the output projection over all tokens."""
+        return self.head_flops_per_token * rows * length
+
+    def forward_flops(self, rows: int, length: int) -> float:
+        """Of the whole model: blocks and output projection. Norms, rotations, softmax and activations are left out, as usual; the
+        embedding only looks rows up. A training step's TFLOPS count three times this, however much is recomputed."""
+        return self.blocks * self.block_forward_flops(rows, length) + self.head_forward_flops(rows, length)
 
     @property
     def digest(self) -> str:
