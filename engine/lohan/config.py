@@ -218,6 +218,19 @@ class EngineSection(_Section):
     """Cap on the host memory the run may hold; None means what is free."""
     schedule: UpdateSchedule = UpdateSchedule.OPTIMIZED
     """When weights are updated: `serial`, `naive` or `optimized`; the results are the same."""
+    profiles: Path | None = None
+    """Where `lohan profile` keeps what it measured of this machine. With a profile of machine and model the plan foresees a step's time and
+    chooses by it; without, every block is computed again in the backward."""
+    policy: ActivationPolicy = ActivationPolicy.HOLISTIC
+    """What decides about blocks' inner activations where the machine was measured: `holistic` is the fastest, the others are what other
+    systems do, for comparisons."""
+    activation_ram_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Host memory for activations at most; None means what is left."""
+    activation_ssd_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Space on the drives for activations at most, which every step writes; None means what is left, 0 keeps them off the drives."""
+    swapped_activation_bytes: Annotated[int, Field(ge=0)] | None = None
+    """With policy `holistic`: so much leaves the GPU instead of what the plan would choose, as near as whole outputs come to it; for
+    measurements."""
     gradient_buffers: GradientBuffers = GradientBuffers.AUTO
     """Host memory for gradients that wait for their update: `few` units', or `all`, so that the backward never waits for updates; `auto`
     takes `all` on a GPU where there is room. Where updates begin after the backward it is always `all`."""
@@ -297,7 +310,10 @@ def load_run_config(path: Path) -> RunConfig:
             "data": config.data.model_copy(update={"path": base / config.data.path}),
             "output": config.output.model_copy(update={"directory": base / config.output.directory}),
             "engine": config.engine.model_copy(
-                update={"state_directories": tuple(base / directory for directory in config.engine.state_directories)}
+                update={
+                    "state_directories": tuple(base / directory for directory in config.engine.state_directories),
+                    "profiles": base / config.engine.profiles if config.engine.profiles is not None else None,
+                }
             ),
         }
     )

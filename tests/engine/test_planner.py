@@ -254,8 +254,12 @@ def test_micro_batch_need_not_divide_the_batch():
 def test_micro_batch_that_was_asked_for_is_kept_or_refused():
     assert plan_of(engine=EngineSection(micro_batch_size=3, durability="none")).micro_batch_size == 3
     fitting = plan_of(hardware=machine(gpu_gib=10)).micro_batch_size
+    asked = EngineSection(micro_batch_size=16, durability="none")
+    plan = plan_of(hardware=machine(gpu_gib=10), engine=asked)
+    assert plan.micro_batch_size == 16, "where inputs of blocks may leave the GPU"
+    assert plan.retention.boundaries.ram_blocks
     with pytest.raises(CapacityError) as caught:
-        plan_of(hardware=machine(gpu_gib=10), engine=EngineSection(micro_batch_size=16, durability="none"))
+        plan_of(hardware=machine(gpu_gib=10), engine=asked.model_copy(update={"activation_ram_bytes": 0, "activation_ssd_bytes": 0}))
     assert caught.value.place == "GPU memory"
     assert f"engine.micro_batch_size = {fitting} fits" in caught.value.remedy
     assert caught.value.need_bytes > caught.value.have_bytes == 10 * GIB

@@ -23,7 +23,10 @@ from lohan.planning.footprint import (
     place_states,
     state_items,
 )
+from lohan.planning.kept_footprint import KeptBytes, kept_items
 from lohan.planning.plan import PlanItem, TierPlan
+from lohan.planning.retention import Retention
+from lohan.planning.retention_choice import place_inputs
 from lohan.planning.schedule import UpdateOrder, update_order
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import Workload
@@ -33,6 +36,21 @@ RAM_RESERVE_BYTES = 1 * GIB
 """Left to the operating system."""
 SSD_RESERVE_BYTES = 1 * GIB
 """Left on every drive."""
+
+
+NOTHING_KEPT = Retention()
+_ROUNDS = 4
+"""Of making room for what inputs themselves need on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rooms:
+    """What each tier has left for activations."""
+
+    gpu_bytes: int
+    """Where the CPU computes, host memory: an output that stays where it is lies there."""
+    ram_bytes: int
+    ssd_bytes: int
 
 
 @dataclass(frozen=True)
@@ -67,11 +85,75 @@ class Fit:
         """The same with other training settings."""
         return replace(self, training=self.training.model_copy(update=settings))
 
-    def memory(self, micro_batch: int, kept_units: int) -> tuple[TierPlan, TierPlan]:
+    @property
+    def can_keep(self) -> bool:
+        """Whether outputs and inputs of blocks can be kept elsewhere: those of blocks that are one unit."""
+        return self.grain is UnitGrain.BLOCK
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Of the inputs of one block, for the whole batch."""
+        return self.training.batch_size * self.training.sequence_length * self.sizes.hidden * self.sizes.itemsize
+
+    def activation_rooms(self, micro_batch: int, kept_units: int) -> Rooms:
+        """What is left for activations, the inputs of blocks among them."""
+        on_gpu, on_host = self.memory(micro_batch, kept_units)
+        drives = self.drives()
+        inputs = self.workload.blocks * self.boundary_bytes if self.can_keep else 0
+        device, host = _left(on_gpu), _left(on_host)
+        if self.gpu is None:
+            device, host = host, 0  # what stays on the CPU's device lies in host memory already
+        most_host, most_drives = self.engine.activation_ram_bytes, self.engine.activation_ssd_bytes
+        return Rooms(
+            gpu_bytes=max(0, device + inputs),
+            ram_bytes=max(0, min(host, host if most_host is None else most_host)),
+            ssd_bytes=max(0, min(_left(drives), _left(drives) if most_drives is None else most_drives)),
+        )
+
+    def inputs_placed(self, micro_batch: int, kept_units: int) -> Retention:
+        """Where the inputs of blocks wait if nothing else is kept: on the device as far as its memory goes, then in host memory, then on
+        the drives. Those that no tier holds stay on the device, which then is too small."""
+        if not self.can_keep:
+            return NOTHING_KEPT
+        rooms, reserve = self.activation_rooms(micro_batch, kept_units), 0
+        retention = NOTHING_KEPT
+        for _ in range(_ROUNDS):
+            sizes = max(0, rooms.gpu_bytes - reserve), rooms.ram_bytes, rooms.ssd_bytes
+            retention = place_inputs(self.workload.blocks, self.boundary_bytes, sizes)
+            over = max(-_left(plan) for plan in self.memory(micro_batch, kept_units, retention))
+            if over <= 0 or not sizes[0]:
+                break
+            reserve += over
+        return retention
+
+    def kept_bytes(self, retention: Retention, micro_batch: int) -> KeptBytes:
+        """What a retention keeps of this batch."""
+        batch, length, itemsize = self.training.batch_size, self.training.sequence_length, self.sizes.itemsize
+        kept = {operator.label for operator in retention.operators}
+        outputs = {
+            operator.label: round(operator.output_elements.at(batch, length) * itemsize)
+            for operator in self.workload.operators
+            if operator.label in kept
+        }
+        return KeptBytes(retention, self.workload.blocks, outputs, self.boundary_bytes, micro_batch / batch)
+
+    def memory(self, micro_batch: int, kept_units: int, retention: Retention = NOTHING_KEPT) -> tuple[TierPlan, TierPlan]:
         """The GPU's and the host's plan; on the CPU the device's items are the host's."""
         training, engine = self.training, self.engine
-        on_device = device_items(self.sizes, training.batch_size, training.sequence_length, micro_batch, kept_units)
-        on_host = host_items(self.sizes, self.placement, self.order, on_gpu=self.gpu is not None)
+        kept = self.kept_bytes(retention, micro_batch)
+        device, host, _ = kept_items(kept)
+        on_device = (
+            *device_items(
+                self.sizes,
+                training.batch_size,
+                training.sequence_length,
+                micro_batch,
+                kept_units,
+                moved_inputs=kept.moved_inputs,
+            ),
+            *device,
+        )
+        on_host = (*host_items(self.sizes, self.placement, self.order, on_gpu=self.gpu is not None), *host)
         host_bytes = max(0, self.hardware.ram.free_bytes - RAM_RESERVE_BYTES)
         if engine.host_memory_bytes is not None:
             host_bytes = min(host_bytes, engine.host_memory_bytes)
@@ -89,9 +171,14 @@ class Fit:
             TierPlan(tier=Tier.RAM, capacity_bytes=host_bytes, items=on_host),
         )
 
-    def drives(self) -> TierPlan:
+    def drives(self, retention: Retention = NOTHING_KEPT) -> TierPlan:
         """What lies in the state directories."""
-        return TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(self.hardware), items=state_items(self.sizes, self.placement))
+        items = (*state_items(self.sizes, self.placement), *kept_items(self.kept_bytes(retention, 1))[2])
+        return TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(self.hardware), items=items)
+
+
+def _left(plan: TierPlan) -> int:
+    return plan.capacity_bytes - plan.used_bytes
 
 
 def ssd_capacity(hardware: HardwareFacts) -> int:

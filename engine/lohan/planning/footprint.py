@@ -21,6 +21,10 @@ HOST_GRADIENT_BUFFERS = 3
 """One arriving, one waiting, one being read by the optimizer."""
 HOST_STAGING_BUFFERS = 2
 """Page-locked: one read into while the other is copied to the GPU."""
+KEPT_STAGING_BUFFERS = 4
+"""For activations on their way to the drive and back: one being filled, one being written, one being read, one being emptied."""
+KEPT_REGIONS_AHEAD = 1
+"""Regions whose kept activations are on the device, or on their way to it, before the region's backward begins."""
 LOSS_CHUNK_LOGITS = 32 * MIB
 """Elements; the loss is computed over chunks of tokens of about this many logits."""
 LOSS_BYTES_PER_LOGIT = 16
@@ -105,8 +109,14 @@ def _slots_item(sizes: Sizes, kept_units: int) -> PlanItem:
     return PlanItem(name="parameter slots", bytes=slots.elements * sizes.itemsize, formula=f"{formula} x {sizes.itemsize} B")
 
 
-def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int, kept_units: int) -> tuple[PlanItem, ...]:
-    """What lies on the device: a GPU's memory, or RAM where the CPU computes."""
+def device_items(
+    sizes: Sizes, batch: int, length: int, micro_batch: int, kept_units: int, *, moved_inputs: int = 0
+) -> tuple[PlanItem, ...]:
+    """What lies on the device, kept outputs of operators aside: a GPU's memory, or RAM where the CPU computes.
+
+    Args:
+        moved_inputs: blocks whose inputs wait elsewhere.
+    """
     item = sizes.itemsize
     unit, width = format_count(sizes.largest_unit), f"{item} B"
     micro_tokens = micro_batch * length
@@ -126,8 +136,8 @@ def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int, kept_u
         ),
         PlanItem(
             name="boundary activations",
-            bytes=batch * length * sizes.hidden * sizes.boundaries * item,
-            formula=f"{batch} rows x {length} tokens x {sizes.hidden} hidden x {sizes.boundaries} boundaries x {width}",
+            bytes=batch * length * sizes.hidden * (sizes.boundaries - moved_inputs) * item,
+            formula=f"{batch} rows x {length} tokens x {sizes.hidden} hidden x {sizes.boundaries - moved_inputs} boundaries x {width}",
         ),
         PlanItem(
             name="joining of micro-batches",

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 from lohan.config import Clip, ClipUpdate, Durability, EngineSection, TrainingSection, UnitGrain
 from lohan.planning.fit import Fit
-from lohan.planning.footprint import Placement, slot_sizes, ssd_bytes_written
+from lohan.planning.footprint import Placement, slot_sizes
+from lohan.planning.forecast import Forecast
 from lohan.planning.schedule import can_speculate
 from lohan.units import format_bytes
 
 _SECONDS_PER_STEP = 10  # an example, where there is no forecast of the time
 
 
-def plan_notes(fit: Fit, micro_batch: int, kept_units: int, *, grain_asked: UnitGrain) -> list[str]:
-    """All that is worth knowing beside the figures."""
+def plan_notes(
+    fit: Fit, micro_batch: int, kept_units: int, *, grain_asked: UnitGrain, forecast: Forecast | None, written_bytes: int
+) -> list[str]:
+    """All that is worth knowing beside the figures.
+
+    Args:
+        written_bytes: to the drives, by every step.
+    """
     return [
-        _micro_batch_note(fit.engine, fit.training, micro_batch),
+        _micro_batch_note(fit, micro_batch, forecast),
         *_grain_notes(grain_asked, fit.grain),
         *_kept_notes(fit, kept_units),
-        *_state_notes(fit.placement),
+        *_state_notes(fit.placement, written_bytes, forecast),
         *_resume_notes(fit.placement, fit.training, fit.engine),
         *_update_notes(fit.training, fit.engine),
     ]
 
 
-def _micro_batch_note(engine: EngineSection, training: TrainingSection, micro_batch: int) -> str:
-    if engine.micro_batch_size is not None:
+def _micro_batch_note(fit: Fit, micro_batch: int, forecast: Forecast | None) -> str:
+    if fit.engine.micro_batch_size is not None:
         return f"A micro-batch of {micro_batch} was asked for."
-    if micro_batch == training.batch_size:
+    if micro_batch == fit.training.batch_size:
         return "The whole batch runs through a block at once."
-    return f"A micro-batch of {micro_batch} is the largest that fits."
+    return f"A micro-batch of {micro_batch} is the {'fastest' if forecast is not None else 'largest that fits'}."
 
 
 def _grain_notes(asked: UnitGrain, grain: UnitGrain) -> list[str]:
@@ -46,12 +53,14 @@ def _kept_notes(fit: Fit, kept_units: int) -> list[str]:
     return [f"The weights of {kept_units} of {len(sizes.units)} units ({size}) stay on the GPU from forward to backward."]
 
 
-def _state_notes(placement: Placement) -> list[str]:
-    notes, form, written = [], placement.form, ssd_bytes_written(placement)
-    if written:
-        daily = 86400 / _SECONDS_PER_STEP * written / 1e12
+def _state_notes(placement: Placement, written_bytes: int, forecast: Forecast | None) -> list[str]:
+    notes, form = [], placement.form
+    if written_bytes:
+        seconds = forecast.step_seconds if forecast is not None else _SECONDS_PER_STEP
+        daily = 86400 / seconds * written_bytes / 1e12
+        pace = f"{seconds:.3g} seconds" if forecast is not None else f"a step every {_SECONDS_PER_STEP} seconds"
         notes.append(
-            f"A step writes {format_bytes(written)} to the drives: {daily:.2g} TB a day at a step every {_SECONDS_PER_STEP} seconds."
+            f"A step writes {format_bytes(written_bytes)} to the drives: {daily:.2g} TB a day at {pace}{' a step' if forecast else ''}."
             " Compare that with what the drives are rated for."
         )
     if form.is_split:

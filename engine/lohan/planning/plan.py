@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lohan.planning.forecast import Forecast
 from lohan.planning.retention import Retention
 from lohan.planning.tiers import Tier
 
@@ -78,6 +79,8 @@ class Plan(BaseModel):
     """Bytes read from and written to the state directories by one step, together."""
     ssd_bytes_written_per_step: int = 0
     """Those of them that are written: what wears drives out. 0 in plans made before it was counted."""
+    forecast: Forecast | None = None
+    """How long a step takes; None where the machine, or the model on it, was not measured."""
     notes: tuple[str, ...] = ()
 
     def tier(self, tier: Tier) -> TierPlan:

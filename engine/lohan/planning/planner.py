@@ -1,9 +1,10 @@
 """Divides a run's bytes over GPU memory, RAM and SSD, before anything is loaded. Pure arithmetic: no torch, milliseconds.
 
-In this version every block's inner activations are recomputed, and states lie on SSD but for what `engine.ram_state_bytes` takes. What is
-chosen is whether blocks move whole or module by module; the micro-batch, the largest that fits; how many units keep their weights on the
-GPU from forward to backward, and whether gradients of all units find room in host memory: as much as what is left holds. What a choice
-takes of each tier is `lohan.planning.fit`'s.
+States lie on SSD but for what `engine.ram_state_bytes` takes. What is chosen is whether blocks move whole or module by module, the
+micro-batch, how many units keep their weights on the GPU from forward to backward, whether gradients of all units find room in host memory,
+and what is kept of activations. Where machine and model were measured it is the shortest step that counts (`lohan.planning.choice`); else
+the largest micro-batch that fits, then as many kept units as what is left holds, and blocks' inner activations are all computed again. What
+a choice takes of each tier is `lohan.planning.fit`'s.
 """
 
 from __future__ import annotations
@@ -12,15 +13,28 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from lohan.config import EngineSection, GradientBuffers, Precision, TrainingSection, UnitGrain, UnsafeFilesystems, UpdateSchedule
+from lohan.config import (
+    ActivationPolicy,
+    EngineSection,
+    GradientBuffers,
+    Precision,
+    TrainingSection,
+    UnitGrain,
+    UnsafeFilesystems,
+    UpdateSchedule,
+)
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import HardwareFacts
+from lohan.hardware.profile import HardwareProfile
+from lohan.planning.choice import Choice, Chooser, forecast
 from lohan.planning.filesystems import REMEDY as FILESYSTEM_REMEDY
 from lohan.planning.filesystems import refusal
 from lohan.planning.fit import Fit, choose_gpu
 from lohan.planning.footprint import Placement, ssd_bytes_read, ssd_bytes_written
+from lohan.planning.forecast import Forecast
 from lohan.planning.notes import plan_notes
 from lohan.planning.plan import Plan, TierPlan
+from lohan.planning.retention import Retention
 from lohan.planning.slots import WORKING_SLOTS
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import Workload
@@ -39,10 +53,21 @@ def default_precision(engine: EngineSection, hardware: HardwareFacts) -> Precisi
     return Precision.FP32 if on_slow_cpu else Precision.BF16
 
 
-def make_plan(workload: Workload, *, model_name: str, training: TrainingSection, engine: EngineSection, hardware: HardwareFacts) -> Plan:
+def make_plan(
+    workload: Workload,
+    *,
+    model_name: str,
+    training: TrainingSection,
+    engine: EngineSection,
+    hardware: HardwareFacts,
+    profile: HardwareProfile | None = None,
+) -> Plan:
     """The memory split of a run on `hardware`.
 
     The state directories are `hardware.state_directories`; free memory and space are taken as probed.
+
+    Args:
+        profile: of the machine, as the run's device sees it.
 
     Raises:
         ConfigError: the sequence is longer than the model's context, there is no such device, or a state directory is on a file system that
@@ -57,13 +82,20 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         )
     _check_filesystems(engine, hardware)
     fit = _choose_grain(Fit(workload, training, engine, hardware, choose_gpu(engine, hardware)))
-    micro_batch = _choose_micro_batch(fit)
-    kept_units = _choose_kept_units(fit, micro_batch)
+    micro_batch, largest = _choose_micro_batch(fit)
+    states = fit.drives()
+    if states.used_bytes > states.capacity_bytes:
+        raise _capacity_error("SSD space", states, _space_remedy(fit.placement))
     fit = _with_gradient_buffers(fit, micro_batch)
-    on_drives = fit.drives()
-    if on_drives.used_bytes > on_drives.capacity_bytes:
-        raise _capacity_error("SSD space", on_drives, _space_remedy(fit.placement))
-    notes = plan_notes(fit, micro_batch, kept_units, grain_asked=engine.grain)
+    retention = fit.inputs_placed(micro_batch, 0)
+    kept_units = _choose_kept_units(fit, micro_batch, retention)
+    choice, foreseen, why_not = _choose_by_time(fit, profile, largest)
+    if choice is not None:
+        micro_batch, kept_units, retention = choice.micro_batch, choice.kept_units, choice.decision.retention
+    swapped = fit.kept_bytes(retention, micro_batch).total(Tier.SSD)
+    written_bytes = ssd_bytes_written(fit.placement) + swapped
+    notes = plan_notes(fit, micro_batch, kept_units, grain_asked=engine.grain, forecast=foreseen, written_bytes=written_bytes)
+    notes += why_not
     if training.precision is Precision.BF16 and default_precision(engine, hardware) is Precision.FP32:
         notes.append(f"{SLOW_BF16} Use fp32.")
     return Plan(
@@ -83,10 +115,13 @@ def make_plan(workload: Workload, *, model_name: str, training: TrainingSection,
         kept_units=kept_units,
         gradient_buffers=str(fit.order.gradients),
         schedule=str(engine.schedule),
-        tiers=(*fit.memory(micro_batch, kept_units), on_drives),
+        policy=str(engine.policy if choice is not None else ActivationPolicy.RECOMPUTE_ALL),
+        retention=retention,
+        tiers=(*fit.memory(micro_batch, kept_units, retention), fit.drives(retention)),
         durability=str(engine.durability),
-        ssd_bytes_per_step=ssd_bytes_read(fit.sizes, fit.placement, kept_units) + ssd_bytes_written(fit.placement),
-        ssd_bytes_written_per_step=ssd_bytes_written(fit.placement),
+        ssd_bytes_per_step=ssd_bytes_read(fit.sizes, fit.placement, kept_units) + swapped + written_bytes,
+        ssd_bytes_written_per_step=written_bytes,
+        forecast=foreseen,
         notes=tuple(notes),
     )
 
@@ -114,22 +149,29 @@ def _choose_grain(fit: Fit) -> Fit:
     if modules is None:
         return fit
     cut = replace(fit, grain=UnitGrain.MODULE)
-    shortages = [sum(max(0, plan.used_bytes - plan.capacity_bytes) for plan in one.memory(1, 0)) for one in (fit, cut)]
+    shortages = [
+        sum(max(0, plan.used_bytes - plan.capacity_bytes) for plan in one.memory(1, 0, one.inputs_placed(1, 0))) for one in (fit, cut)
+    ]
     return cut if shortages[1] < shortages[0] else fit
 
 
-def _choose_micro_batch(fit: Fit) -> int:
-    """The micro-batch that was asked for, or the largest that fits."""
+def _choose_micro_batch(fit: Fit) -> tuple[int, int]:
+    """The micro-batch that was asked for, or the largest that fits while the inputs of blocks stay on the device, if any does; and the
+    largest that fits at all, or the same."""
 
     def shortage(micro_batch: int, batch_size: int, sequence_length: int) -> TierPlan | None:
-        plans = fit.with_training(batch_size=batch_size, sequence_length=sequence_length).memory(micro_batch, kept_units=0)
+        changed = fit.with_training(batch_size=batch_size, sequence_length=sequence_length)
+        plans = changed.memory(micro_batch, 0, changed.inputs_placed(micro_batch, 0))
         return next((plan for plan in plans if plan.used_bytes > plan.capacity_bytes), None)
+
+    def leaves_inputs(micro_batch: int) -> bool:
+        return all(plan.used_bytes <= plan.capacity_bytes for plan in fit.memory(micro_batch, 0))
 
     batch, length = fit.training.batch_size, fit.training.sequence_length
     fitting = _largest(batch, lambda micro_batch: shortage(micro_batch, batch, length) is None)
-    asked = fit.engine.micro_batch_size or fitting
+    asked = fit.engine.micro_batch_size or _largest(batch, leaves_inputs) or fitting
     if 1 <= asked <= fitting:
-        return asked
+        return asked, asked if fit.engine.micro_batch_size is not None else fitting
     short = shortage(max(1, asked), batch, length)
     assert short is not None, "what does not fit has a shortage"
     name = "GPU memory" if short.tier is Tier.GPU else "host memory"
@@ -159,13 +201,13 @@ def _largest(upper: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _choose_kept_units(fit: Fit, micro_batch: int) -> int:
+def _choose_kept_units(fit: Fit, micro_batch: int, retention: Retention) -> int:
     """How many units' weights stay on the GPU from forward to backward: as many as fit beside the rest."""
     if fit.gpu is None:
         return 0  # a slot would be host memory, which saves more (the optimizer's reads too) as `engine.ram_state_bytes`
 
     def fits(kept_units: int) -> bool:
-        on_gpu, _ = fit.memory(micro_batch, kept_units)
+        on_gpu, _ = fit.memory(micro_batch, kept_units, retention)
         return on_gpu.used_bytes <= on_gpu.capacity_bytes
 
     # From the top: a kept unit may cost less than nothing where the working slots then are smaller.
@@ -181,11 +223,39 @@ def _with_gradient_buffers(fit: Fit, micro_batch: int) -> Fit:
     if fit.engine.gradient_buffers is not GradientBuffers.AUTO:
         return fit
     every = fit.with_engine(gradient_buffers=GradientBuffers.ALL)
-    _, on_host = every.memory(micro_batch, kept_units=0)
+    _, on_host = every.memory(micro_batch, 0, every.inputs_placed(micro_batch, 0))
     has_room = on_host.used_bytes <= on_host.capacity_bytes
     if fit.gpu is not None and fit.engine.schedule is UpdateSchedule.OPTIMIZED and has_room:
         return every
     return fit.with_engine(gradient_buffers=GradientBuffers.FEW)
+
+
+def _choose_by_time(fit: Fit, profile: HardwareProfile | None, fitting: int) -> tuple[Choice | None, Forecast | None, list[str]]:
+    """The shortest step, what it is made of, and a note where none can be foreseen.
+
+    Args:
+        fitting: the largest micro-batch, or the one that was asked for.
+
+    Raises:
+        CapacityError: the policy that was asked for cannot be followed on this machine.
+    """
+    if profile is None:
+        return None, None, ["This machine was not measured: there is no forecast of the time. `lohan profile` measures it."]
+    try:
+        chooser = Chooser(fit, profile, fit.engine.policy)
+        micro_batches = [fitting] if fit.engine.micro_batch_size is not None else _micro_batches(fitting)
+        most = [_choose_kept_units(fit, number, fit.inputs_placed(number, 0)) for number in micro_batches]
+        choice, alternatives = chooser.choose(micro_batches, most)
+    except ConfigError as error:
+        return None, None, [f"There is no forecast of the time: {error.message}. {error.remedy or ''}".strip()]
+    if choice is None:
+        return None, None, ["This model was not measured here: there is no forecast of the time. `lohan profile MODEL` measures it."]
+    return choice, forecast(choice, alternatives, profile), []
+
+
+def _micro_batches(fitting: int) -> list[int]:
+    """Worth trying: the largest that fits, and the powers of two below it."""
+    return sorted({fitting, *(1 << power for power in range(fitting.bit_length() - 1))}, reverse=True)
 
 
 def _check_filesystems(engine: EngineSection, hardware: HardwareFacts) -> None:

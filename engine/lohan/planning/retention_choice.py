@@ -185,6 +185,17 @@ def choose_retention(problem: ActivationProblem) -> ActivationDecision:
     return replace(decision, case=case, memory_bound=best == sweep.last < sweep.places, points=sweep.points())
 
 
+def forced_retention(problem: ActivationProblem, swapped_bytes: int) -> ActivationDecision:
+    """Along the same order as far as so many bytes leave the device, or as the tiers have room: a point of the paper's Figure 9b.
+
+    Raises:
+        CapacityError: the tiers do not even hold the inputs of blocks.
+    """
+    sweep = Sweep(problem)
+    swapped = [sweep.amounts(place).swapped_bytes for place in range(sweep.last + 1)]
+    return _placed(problem, sweep, max(0, bisect_right(swapped, swapped_bytes) - 1))
+
+
 def _placed(problem: ActivationProblem, sweep: Sweep, place: int) -> ActivationDecision:
     retention, amounts = place_outputs(problem, sweep.counts(place))
     return ActivationDecision(retention, amounts, problem.evaluate(amounts))
@@ -251,6 +262,21 @@ def place_outputs(problem: ActivationProblem, counts: Mapping[str, int]) -> tupl
         ram, ssd = (sum(sizes[label] for (_, label), found in outside.items() if found is tier) for tier in (Tier.RAM, Tier.SSD))
         rooms = rooms[0] - ram, rooms[1] - ssd
     return settle(problem, tiers)
+
+
+def place_inputs(blocks: int, boundary_bytes: int, rooms: tuple[int, int, int]) -> Retention:
+    """Where the inputs of blocks wait if nothing else is kept; those that no tier has room for are left on the device.
+
+    Args:
+        boundary_bytes: of one block's inputs.
+        rooms: bytes of the device, host memory and the drives.
+    """
+
+    def evaluate(_: Amounts) -> StepSeconds:
+        raise AssertionError("nothing is chosen")
+
+    retention, _ = place_outputs(ActivationProblem((), blocks, boundary_bytes, *rooms, evaluate), {})
+    return retention
 
 
 def _outside(pieces: Sequence[Piece], sizes: Mapping[str | None, int], ram: int, ssd: int) -> Iterator[tuple[Piece, Tier]]:

@@ -19,7 +19,7 @@ from lohan.errors import CapacityError
 from lohan.hardware.probe import filesystem_type
 from lohan.hardware.transfers import Operation, TransferSetting
 from lohan.memory.store import Store
-from lohan.planning.planner import SSD_RESERVE_BYTES
+from lohan.planning.fit import SSD_RESERVE_BYTES
 from lohan.planning.state_form import StateForm
 from lohan.planning.workload import UnitKind
 from lohan.profiling.folders import temporary_folders

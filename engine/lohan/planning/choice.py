@@ -1,0 +1,218 @@
+"""Chooses micro-batch, kept units and what is kept of activations together: the shortest step that a measured machine is foreseen to do.
+
+Each way to run the batch that fits gets what its memory leaves for activations, and a policy decides about them; the fastest is taken. Few
+ways are tried: micro-batches that are powers of two, and no, half or as many kept units as fit. Between them the time changes little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lohan.config import ActivationPolicy, GradientBuffers
+from lohan.errors import CapacityError
+from lohan.hardware.profile import BlockTimes, HardwareProfile
+from lohan.planning.cost_model import PhaseSeconds, Rates
+from lohan.planning.fit import Fit
+from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
+from lohan.planning.forecast import Alternative, Forecast, PhaseForecast, SweepForecast
+from lohan.planning.policies import PolicyFacts, decide
+from lohan.planning.retention_choice import ActivationDecision, ActivationProblem, forced_retention
+from lohan.planning.schedule import Begin
+from lohan.planning.step_cost import StepCost, StepSeconds
+from lohan.planning.step_inputs import candidates, device_seconds, step_setting
+from lohan.units import format_bytes
+
+_SHORTER = 0.995
+"""A step must be shorter by this factor to be taken for a smaller micro-batch: the figures are no more exact, and each region has costs of
+its own that no figure has."""
+_ROUNDS = 4
+"""Of making room for what the kept activations themselves need on their way."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a batch, with what becomes of its activations."""
+
+    fit: Fit
+    micro_batch: int
+    kept_units: int
+    decision: ActivationDecision
+
+    @property
+    def seconds(self) -> float:
+        return self.decision.seconds.total
+
+
+def block_times(profile: HardwareProfile, fit: Fit, micro_batch: int) -> BlockTimes | None:
+    """The measured times of the workload's block that come nearest to these rows and tokens; None where there are none."""
+    digest, precision, length = fit.workload.digest, str(fit.training.precision), fit.training.sequence_length
+    known = [times for times in profile.blocks if (times.workload_digest, times.precision) == (digest, precision)]
+
+    def distance(times: BlockTimes) -> float:
+        return abs(math.log(times.rows / micro_batch)) + abs(math.log(times.sequence_length / length))
+
+    return min(known, key=distance, default=None)
+
+
+class Chooser:
+    """Tries ways to run one batch.
+
+    Raises:
+        ConfigError: the profile has no rate of something that the run needs.
+    """
+
+    def __init__(self, fit: Fit, profile: HardwareProfile, policy: ActivationPolicy) -> None:
+        self._fit, self._profile, self._policy = fit, profile, policy
+        self._rates = Rates.of(profile, fit.placement.form, on_cpu=fit.gpu is None)
+
+    def choose(self, micro_batches: Sequence[int], most_kept: Sequence[int]) -> tuple[Choice | None, tuple[Alternative, ...]]:
+        """The shortest step, and the best of each micro-batch.
+
+        Args:
+            micro_batches: that fit, descending.
+            most_kept: for each the most units that may be kept.
+
+        Returns:
+            None where the model's block was never measured.
+
+        Raises:
+            CapacityError: the policy cannot be followed on this machine, with whatever micro-batch.
+        """
+        best: Choice | None = None
+        refusal: CapacityError | None = None
+        alternatives = []
+        for micro_batch, most in zip(micro_batches, most_kept, strict=True):
+            found: Choice | None = None
+            reason = ""
+            for kept_units in sorted({0, most // 2, most}, reverse=True):
+                try:
+                    choice = self.decide(micro_batch, kept_units)
+                except CapacityError as error:
+                    refusal, reason = refusal or error, reason or error.message
+                    continue
+                if choice is not None and (found is None or choice.seconds < found.seconds):
+                    found = choice
+            if found is not None and (best is None or found.seconds < best.seconds * _SHORTER):
+                best = found
+            alternatives.append(
+                Alternative(
+                    micro_batch_size=micro_batch,
+                    kept_units=found.kept_units if found is not None else most,
+                    seconds=found.seconds if found is not None else None,
+                    reason=reason if found is None else "",
+                )
+            )
+        if best is None and refusal is not None:
+            raise refusal
+        return best, tuple(alternatives)
+
+    def decide(self, micro_batch: int, kept_units: int) -> Choice | None:
+        """What the policy keeps in what is left then; None where the block was never measured.
+
+        Raises:
+            CapacityError: the policy cannot be followed on this machine.
+        """
+        times = block_times(self._profile, self._fit, micro_batch)
+        if times is None:
+            return None
+        reserve = 0
+        for _ in range(_ROUNDS):
+            problem, facts = self._problem(times, micro_batch, kept_units, reserve)
+            choice = Choice(self._fit, micro_batch, kept_units, self._decision(problem, facts))
+            plans = self._fit.memory(micro_batch, kept_units, choice.decision.retention)
+            over = max(plan.used_bytes - plan.capacity_bytes for plan in plans)
+            if over <= 0:
+                return choice
+            reserve += over
+        short = max(plans, key=lambda plan: plan.used_bytes - plan.capacity_bytes)
+        raise CapacityError(
+            f"no room is left for what the policy {self._policy} keeps: {format_bytes(over)} are missing",
+            need_bytes=short.used_bytes,
+            have_bytes=short.capacity_bytes,
+            place="activations",
+            remedy="Use a smaller micro-batch, or another policy.",
+        )
+
+    def _decision(self, problem: ActivationProblem, facts: PolicyFacts) -> ActivationDecision:
+        swapped_bytes = self._fit.engine.swapped_activation_bytes
+        if swapped_bytes is not None and self._policy is ActivationPolicy.HOLISTIC:
+            return forced_retention(problem, swapped_bytes)
+        return decide(self._policy, problem, facts)
+
+    def _problem(self, times: BlockTimes, micro_batch: int, kept_units: int, reserve: int) -> tuple[ActivationProblem, PolicyFacts]:
+        fit = self._fit
+        training, order, sizes = fit.training, fit.order, fit.sizes
+        batch, length = training.batch_size, training.sequence_length
+        seconds = device_seconds(fit.workload, times, batch=batch, length=length)
+        cost = StepCost(
+            step_setting(
+                sizes,
+                fit.placement,
+                order,
+                seconds,
+                kept_units=kept_units,
+                gradient_buffers=len(sizes.units) if order.gradients is GradientBuffers.ALL else HOST_GRADIENT_BUFFERS,
+                reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,
+            ),
+            self._rates,
+        )
+        rooms = fit.activation_rooms(micro_batch, kept_units)
+        problem = ActivationProblem(
+            candidates=candidates(fit.workload, times, batch=batch, length=length, itemsize=sizes.itemsize) if fit.can_keep else (),
+            blocks=fit.workload.blocks,
+            boundary_bytes=fit.boundary_bytes if fit.can_keep else 0,
+            gpu_bytes=max(0, rooms.gpu_bytes - reserve),
+            ram_bytes=max(0, rooms.ram_bytes - (reserve if fit.gpu is not None else 0)),
+            ssd_bytes=rooms.ssd_bytes,
+            evaluate=cost,
+        )
+        return problem, self._facts(seconds.forward)
+
+    def _facts(self, forward_seconds: float) -> PolicyFacts:
+        fit = self._fit
+        device = fit.gpu.total_bytes if fit.gpu is not None else fit.hardware.ram.total_bytes
+        return PolicyFacts(
+            device_bytes=min(device, fit.engine.gpu_memory_bytes or device),
+            model_state_bytes=16 * fit.workload.parameters,
+            forward_seconds=forward_seconds,
+            g2m_bytes_per_second=self._rates.g2m or self._rates.host_memory,
+        )
+
+
+def forecast(choice: Choice, alternatives: tuple[Alternative, ...], profile: HardwareProfile) -> Forecast:
+    """What a plan says of the chosen step."""
+    fit, decision = choice.fit, choice.decision
+    seconds = decision.seconds
+    batch, length = fit.training.batch_size, fit.training.sequence_length
+    return Forecast(
+        step_seconds=seconds.total,
+        phases=_phases(seconds),
+        binding=seconds.binding.value,
+        case=decision.case.value if decision.case is not None else None,
+        is_memory_bound=decision.memory_bound,
+        updated_share=min(1.0, max(0.0, seconds.updated_share)),
+        tokens_per_second=batch * length / seconds.total,
+        flops_per_second=3 * fit.workload.forward_flops(batch, length) / seconds.total,
+        sweep=tuple(
+            SweepForecast(
+                gpu_bytes=round(point.amounts.gpu_bytes),
+                ram_bytes=round(point.amounts.ram_bytes),
+                ssd_bytes=round(point.amounts.ssd_bytes),
+                seconds=point.seconds,
+            )
+            for point in decision.points
+        ),
+        alternatives=alternatives,
+        profile_date=profile.date,
+    )
+
+
+def _phases(seconds: StepSeconds) -> tuple[PhaseForecast, ...]:
+    def phase(name: str, part: PhaseSeconds) -> PhaseForecast:
+        resources = {term.value: value for term, value in part.seconds.items()}
+        return PhaseForecast(name=name, seconds=part.total, resources=resources, binding=part.binding.value)
+
+    exposed = PhaseForecast(name="updates", seconds=seconds.exposed_seconds)
+    return (phase("forward", seconds.forward), phase("backward", seconds.backward), exposed)
