@@ -59,6 +59,14 @@ class OperationKind(StrEnum):
     """CRC-32C of a chunk's states before they are written, where that is for a step record."""
     STATES_WRITE = "states_write"
     """All states of a chunk, to the drive."""
+    ACTIVATIONS_OUT = "activations_out"
+    """A kept operator's outputs in one region, or the region's input, from the device to host memory; `chunk` is the operator's place among
+    what is kept of the block, and the input's is behind them."""
+    ACTIVATIONS_WRITE = "activations_write"
+    """The same, on to the drive."""
+    ACTIVATIONS_READ = "activations_read"
+    ACTIVATIONS_IN = "activations_in"
+    """Back to the device."""
     COMMIT = "commit"
     """The data files synced, and the step record written."""
 
@@ -76,6 +84,10 @@ RESOURCES: Mapping[OperationKind, Resource] = MappingProxyType(
         OperationKind.UPDATE: Resource.CPU,
         OperationKind.CHECKSUM: Resource.CPU,
         OperationKind.STATES_WRITE: Resource.SSD_WRITE,
+        OperationKind.ACTIVATIONS_OUT: Resource.G2M,
+        OperationKind.ACTIVATIONS_WRITE: Resource.SSD_WRITE,
+        OperationKind.ACTIVATIONS_READ: Resource.SSD_READ,
+        OperationKind.ACTIVATIONS_IN: Resource.M2G,
         OperationKind.COMMIT: Resource.SSD_WRITE,
     }
 )

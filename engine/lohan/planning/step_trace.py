@@ -18,6 +18,10 @@ class Wait(StrEnum):
     """The optimizer had not read an earlier unit's gradients yet, or they had not left the device."""
     UPDATES = "wait for updates"
     """The step's, or of a unit that the next forward begins with."""
+    ROOM_FOR_ACTIVATIONS = "wait for room for kept activations"
+    """Earlier ones had not left the device yet, or not reached the drive."""
+    ACTIVATIONS = "wait for kept activations"
+    """They were not back on the device yet."""
 
 
 @dataclass(frozen=True, slots=True)

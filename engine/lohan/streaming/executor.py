@@ -17,6 +17,7 @@ from lohan.config import Clip, ClipUpdate, Durability, GradientBuffers, Precisio
 from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
 from lohan.planning.operations import expected_order
+from lohan.planning.retention import Retention
 from lohan.planning.slots import WORKING_SLOTS, size_slots
 from lohan.planning.state_form import StateForm
 from lohan.planning.step_trace import Wait
@@ -28,6 +29,7 @@ from lohan.streaming.activations import micro_batch_sizes
 from lohan.streaming.clipping import StepStatistics, UpdateRules
 from lohan.streaming.device import resolve_device
 from lohan.streaming.hyperparameters import StepCounts
+from lohan.streaming.kept import Limits, block_decisions
 from lohan.streaming.parameters import DebugMode
 from lohan.streaming.regions import RegionRunner, UnitRuntime
 from lohan.streaming.stages import Stages, StateOptions, working_dtype
@@ -297,6 +299,7 @@ def init(
     plan: Plan | None = None,
     slots: int | None = None,
     kept_units: int | None = None,
+    retention: Retention | None = None,
     threads: int = 0,
     chunk_parameters: int = DEFAULT_CHUNK_PARAMETERS,
     debug: DebugMode = DebugMode.OFF,
@@ -331,11 +334,13 @@ def init(
         resume: go on from the step record in the state directories; `weights` are then not needed.
         resume_from: go on from the named snapshot (`Session.keep`) in the state directories instead; it stays as it is.
         weights: where the weights come from; None takes those in the model.
-        plan: gives micro-batch, grain, slots, kept units and gradient buffers where they are left open, and bounds the host memory for
-            slots, gradients and states.
+        plan: gives micro-batch, grain, slots, kept units, gradient buffers and retention where they are left open, and bounds the host
+            memory for slots, gradients, states and kept activations.
         slots: parameter buffers on the device that units pass through, at least 2; None takes the plan's, else 3.
         kept_units: how many units' weights stay on the device from forward to backward, in buffers of their own, which saves their second
             load; None takes the plan's, else 0.
+        retention: which operators' outputs are kept from forward to backward, and where; None takes the plan's, else none are, and every
+            block is computed again.
         threads: for the optimizer; 0 means all CPUs this process may use.
         chunk_parameters: grain of state I/O, a multiple of 2048.
         debug: how the engine helps to find its own faults.
@@ -362,6 +367,9 @@ def init(
     grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
     units = find_units(model, grain)
     installation.check_model(model, units)
+    if retention is None:
+        retention = plan.retention if plan is not None else Retention()
+    kept = block_decisions(units, retention)
     if not resume and resume_from is None:
         installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
@@ -382,6 +390,8 @@ def init(
         counts=StepCounts(layouts, group_of),
         host_budget_bytes=plan.tier(Tier.RAM).capacity_bytes if plan is not None else None,
         load=lambda states: installation.load(states, runtimes, weights),
+        kept=kept,
+        limits=Limits(batch_size, seq_length, micro_batch_size),
         trace=trace,
     )
     installation.replace_parameters(model, runtimes, working_dtype(precision), torch_device)
@@ -402,7 +412,11 @@ def _install(
 ) -> Session:
     """Let the model compute through the stages and the optimizer belong to them; `limits` are rows and tokens of a batch."""
     session = Session(model, runtimes, stages, driver, micro_batch_size)
-    runner = RegionRunner(stages.stream, driver, device=stages.device, micro_batch_size=micro_batch_size, trace=stages.trace)
+    runner = RegionRunner(
+        stages.stream, driver, device=stages.device, micro_batch_size=micro_batch_size, kept=stages.kept, trace=stages.trace
+    )
+    if stages.kept is not None:
+        stages.kept.attach({index: unit.modules[0][1] for index, unit in enumerate(units) if index in stages.kept.decisions})
     installation.wrap(model, units, runtimes, runner, limits, session.count_fallback)
     installation.take_over(optimizer, driver.check)
     stages.stream.prefetch_forward()

@@ -27,17 +27,20 @@ from lohan.streaming.pending import Failure
 
 if TYPE_CHECKING:
     from lohan.states.layout import UnitLayout
+    from lohan.streaming.kept import RegionOutputs
     from lohan.streaming.trace import Mark, Trace
 
 
 class Region:
     """One call of a unit whose backward is awaited; lives as long as the autograd graph that it belongs to."""
 
-    def __init__(self, unit: int, step: int, finish: Callable[[Region, Sequence[torch.Tensor | None]], None]) -> None:
+    def __init__(self, unit: int, step: int, finish: Callable[[Region, Sequence[torch.Tensor | None]], None], number: int = 0) -> None:
         self.unit = unit
         self.step = step
-        self.number = 0
-        """Which of the unit's regions in this forward, where steps are traced."""
+        self.number = number
+        """Which of the unit's regions in this forward."""
+        self.kept: RegionOutputs | None = None
+        """What is kept of its activations."""
         self.backward_begun: Mark | None = None
         self.ran = False
         self.finished = False

@@ -20,6 +20,7 @@ from lohan.streaming.parameters import ParameterStream
 if TYPE_CHECKING:
     from lohan.models.blocks import UnitParameter
     from lohan.states.layout import UnitLayout
+    from lohan.streaming.kept import KeptActivations
     from lohan.streaming.steps import StepDriver
     from lohan.streaming.trace import Trace
 
@@ -60,16 +61,23 @@ class UnitRuntime:
                 owner[attribute] = parameter
 
 
-_NO_SPAN = contextlib.nullcontext()
+_NO_SPAN = _NO_BOUNDARY = contextlib.nullcontext()
 
 
 class RegionRunner:
     """Runs regions of all units."""
 
     def __init__(
-        self, stream: ParameterStream, driver: StepDriver, *, device: torch.device, micro_batch_size: int, trace: Trace | None
+        self,
+        stream: ParameterStream,
+        driver: StepDriver,
+        *,
+        device: torch.device,
+        micro_batch_size: int,
+        kept: KeptActivations | None,
+        trace: Trace | None,
     ) -> None:
-        self._stream, self._driver, self._trace = stream, driver, trace
+        self._stream, self._driver, self._kept, self._trace = stream, driver, kept, trace
         self.micro_batch_size = micro_batch_size
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -91,10 +99,11 @@ class RegionRunner:
         # As everywhere in PyTorch the grad mode decides, not `model.training`: eval() alone only switches dropout off.
         trainable = unit.trainable()
         wants_gradient = torch.is_grad_enabled() and (any(trainable) or (hidden is not None and hidden.requires_grad))
+        number = self._driver.next_number(unit.index) if torch.is_grad_enabled() else 0
         if not wants_gradient:
-            with self.held(unit) as weights, unit.in_place_of_parameters(unit.views(weights)), self._forward_span(unit):
+            with self.held(unit) as weights, unit.in_place_of_parameters(unit.views(weights)), self._forward_span(unit, number):
                 return call(hidden, *arguments)
-        region = self._driver.new_region(unit.index)
+        region = self._driver.new_region(unit.index, number)
         self._driver.collector.open(region)
 
         def body(hidden: torch.Tensor | None, *arguments: Any) -> Any:
@@ -106,13 +115,22 @@ class RegionRunner:
                 # Nothing is recomputed, where a backward begins otherwise.
                 output.register_hook(lambda _: self._begin_backward(region))  # type: ignore[no-untyped-call]  # torch declares it without
             return output
-        return checkpoint(body, hidden, *arguments, use_reentrant=False, preserve_rng_state=True, early_stop=True)
+        if self._kept is not None:
+            region.kept = self._kept.open(unit.index, number, region.step + 1, hidden)
+        with region.kept.boundary(hidden) if region.kept is not None else _NO_BOUNDARY:
+            context = region.kept.context if region.kept is not None else {}
+            output = checkpoint(body, hidden, *arguments, use_reentrant=False, preserve_rng_state=True, early_stop=True, **context)
+        if self._kept is not None and region.kept is not None:
+            self._kept.ran(region.kept)
+        return output
 
     def begin_forward(self) -> None:
         """A forward of the model begins: raise what keeps the session from running; see `StepDriver.check`."""
         self._driver.check()
-        if self._trace is not None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._driver.begin_forward()
+            if self._kept is not None:
+                self._kept.begin_forward()
 
     @contextlib.contextmanager
     def held(self, unit: UnitRuntime) -> Iterator[torch.Tensor]:
@@ -133,10 +151,12 @@ class RegionRunner:
         *rest: Any,
     ) -> Any:
         recomputing, region.ran = region.ran, True
+        if recomputing and self._kept is not None:
+            self._kept.backward_reaches(region.kept)
         weights = self._stream.acquire(unit.index, Phase.BACKWARD if recomputing else Phase.FORWARD)
         if self._trace is not None and recomputing:
             self._begin_backward(region)
-        span = _NO_SPAN if recomputing else self._forward_span(unit, region)
+        span = _NO_SPAN if recomputing else self._forward_span(unit, region.number)
         try:
             # A list, not arguments: autograd must not take the slot's views for inputs of the function.
             passed, *tensors = RegionParameters.apply(self._anchor, hidden, region, unit.views(weights), trainable)  # type: ignore[no-untyped-call]
@@ -148,13 +168,10 @@ class RegionRunner:
             else:
                 self._stream.release(unit.index)
 
-    def _forward_span(self, unit: UnitRuntime, region: Region | None = None) -> contextlib.AbstractContextManager[None]:
-        """Traces the block's work as a region's forward; `region` is None where there will be no backward."""
+    def _forward_span(self, unit: UnitRuntime, number: int) -> contextlib.AbstractContextManager[None]:
+        """Traces the block's work as a region's forward."""
         if self._trace is None or not torch.is_grad_enabled():
             return _NO_SPAN
-        number = self._driver.next_number(unit.index)
-        if region is not None:
-            region.number = number
         return self._traced(self._trace, unit.index, number)
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,10 +27,13 @@ from lohan.planning.operations import (
 from lohan.planning.schedule import speculated_order
 from lohan.planning.state_form import StateForm
 from lohan.planning.tiers import Tier
+from lohan.states.record import FOLDER
 from lohan.states.state_store import StateStore
 from lohan.streaming.clipping import UpdateRules
 from lohan.streaming.gradients import GradientOffload
 from lohan.streaming.hyperparameters import StepCounts
+from lohan.streaming.kept import BlockDecision, KeptActivations, Limits
+from lohan.streaming.kept_tiers import KeptTiers
 from lohan.streaming.optimizer import OptimizerWorker
 from lohan.streaming.parameters import DebugMode, ParameterStream
 from lohan.streaming.pending import Failure, PendingUpdates
@@ -104,6 +107,7 @@ class Stages:
 
     Args:
         visits: what a forward goes through; in which order everything else is done is `operations`.
+        kept: what is kept of blocks' activations, by unit.
     """
 
     def __init__(
@@ -122,6 +126,8 @@ class Stages:
         counts: StepCounts,
         host_budget_bytes: int | None,
         load: Callable[[StateStore], None],
+        kept: Mapping[int, BlockDecision],
+        limits: Limits,
         trace: Trace | None,
     ) -> None:
         self.device, self.precision, self.counts, self.trace = device, precision, counts, trace
@@ -156,6 +162,9 @@ class Stages:
                 trace=trace,
             )
             stack.callback(self.offload.free)
+            self.kept = self._make_kept(kept, limits, [directory / FOLDER for directory in directories], store, debug) if kept else None
+            if self.kept is not None:
+                stack.callback(self.kept.close)
             self.worker = self._make_worker(layouts, rules, threads)
             stack.callback(self.worker.close)
             if self.resumed_step:
@@ -177,6 +186,21 @@ class Stages:
             debug=debug,
             trace=self.trace,
         )
+
+    def _make_kept(
+        self, decisions: Mapping[int, BlockDecision], limits: Limits, folders: Sequence[Path], store: Store, debug: DebugMode
+    ) -> KeptActivations:
+        on_drives = any(Tier.SSD in decision.tiers for decision in decisions.values())
+        tiers = KeptTiers(
+            self.arena,
+            store,
+            folders if on_drives else None,
+            self.failure,
+            device=self.device,
+            check_sums=debug is DebugMode.NAN_FILL,
+            trace=self.trace,
+        )
+        return KeptActivations(decisions, tiers, limits, device=self.device)
 
     def _make_worker(self, layouts: Sequence[UnitLayout], rules: UpdateRules, threads: int) -> OptimizerWorker:
         return OptimizerWorker(

@@ -28,7 +28,7 @@ class StepDriver:
     def __init__(self, units: Sequence[UnitRuntime], optimizer: torch.optim.Optimizer, stages: Stages) -> None:
         self._units, self._optimizer = units, optimizer
         self._stream, self._offload, self._worker, self._failure = stages.stream, stages.offload, stages.worker, stages.failure
-        self._trace = stages.trace
+        self._kept, self._trace = stages.kept, stages.trace
         self._numbers: dict[int, int] = {}
         self.collector = GradientCollector([unit.layout for unit in units], self._send, device=stages.device, trace=stages.trace)
         self.steps = stages.resumed_step
@@ -70,8 +70,8 @@ class StepDriver:
         """Whether there was a step and the next one has not begun."""
         return self.steps > 0 and not self._in_backward and not self._added
 
-    def new_region(self, unit: int) -> Region:
-        """A region of the current step."""
+    def new_region(self, unit: int, number: int) -> Region:
+        """A region of the current step; `number` is `next_number`'s."""
         for entry in self._frozen:
             if entry.parameter.requires_grad:
                 raise EngineError(
@@ -79,13 +79,13 @@ class StepDriver:
                     place=entry.name,
                     remedy="Call lohan.init after unfreezing it; it has no optimizer states.",
                 )
-        return Region(unit, self.steps, self._finish)
+        return Region(unit, self.steps, self._finish, number)
 
     def begin_forward(self) -> None:
-        """A forward begins whose step may be traced."""
+        """A forward begins."""
+        self._numbers.clear()
         if self._trace is not None:
             self._trace.begin_step(self.steps + 1)
-            self._numbers.clear()
 
     def next_number(self, unit: int) -> int:
         """How many regions the unit has had in this forward."""
@@ -111,6 +111,8 @@ class StepDriver:
         if region.holds_weights:
             region.holds_weights = False
             self._stream.release(region.unit)
+        if self._kept is not None and region.kept is not None:
+            self._kept.finish(region.kept)
         self.collector.add(region, gradients)
 
     def _send(self, index: int, gradients: torch.Tensor, touched: frozenset[int]) -> None:
@@ -132,6 +134,7 @@ class StepDriver:
         """Autograd has run every node of this backward."""
         self.collector.close_step()
         self._in_backward = False
+        self._numbers.clear()
         if not self._adds_only:
             for index in sorted(self._added, reverse=True):  # units that only earlier backwards of the step gave gradients
                 self._submit(index, None, frozenset())

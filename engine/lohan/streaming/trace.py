@@ -173,13 +173,24 @@ class Trace:
             self._count += 1
             self._raw[step].append(_Raw(kind, unit, chunk, micro_batch, bytes, start, end))
 
-    def add_transfers(self, step: int, kind: OperationKind, unit: int, chunk: int, transfers: Sequence[Transfer], *, bytes: int) -> None:
+    def add_transfers(
+        self,
+        step: int,
+        kind: OperationKind,
+        unit: int,
+        chunk: int,
+        transfers: Sequence[Transfer],
+        *,
+        bytes: int,
+        micro_batch: int | None = None,
+    ) -> None:
         """Record file transfers that have ended as one span; nothing where all were within memory."""
         if not self._first <= step <= self._last:
             return
         times = [times for transfer in transfers if (times := transfer.times) is not None]
         if times:
-            self.add(step, kind, unit, min(start for start, _ in times), max(end for _, end in times), chunk=chunk, bytes=bytes)
+            start, end = min(start for start, _ in times), max(end for _, end in times)
+            self.add(step, kind, unit, start, end, chunk=chunk, micro_batch=micro_batch, bytes=bytes)
 
     def _make_reference(self) -> _Reference | None:
         if self._device is None or self._device.type != "cuda":
