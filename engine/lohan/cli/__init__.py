@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def register(application: typer.Typer) -> None:
     """Add the engine's commands to a command line."""
-    from lohan.cli import bench, commands, profile
+    from lohan.cli import bench, commands, plan, profile
 
     application.command("train")(commands.train)
-    application.command("plan")(commands.plan)
+    application.command("plan")(plan.plan)
     application.command("profile")(profile.profile)
     application.add_typer(bench.make_application(), name="bench")

@@ -1,4 +1,4 @@
-"""What `lohan train` and `lohan plan` do. A user's error is printed as message, place and remedy, never as a stack."""
+"""What `lohan train` does. A user's error is printed as message, place and remedy, never as a stack."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ ResumeFrom = Annotated[
     str | None,
     typer.Option("--resume-from", metavar="NAME", help="Go on from this named snapshot; the run's own states are overwritten, it stays."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
 
 class ExitCode(IntEnum):
@@ -83,26 +82,6 @@ def train(
         print(f"lohan: {config.output.directory}: {error.strerror or error}. Name a folder this user may write to.", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED) from None
     raise typer.Exit(_CODE_OF[reason])
-
-
-def plan(run_file: RunFile, as_json: AsJson = False) -> None:
-    """Show how a run's bytes would be divided over GPU memory, RAM and SSD, without starting it."""
-    from lohan.config import load_run_config
-
-    try:
-        config = load_run_config(run_file)
-        from lohan.training.plan_run import plan_run
-
-        result = plan_run(config)
-    except LohanError as error:
-        print_error(error)
-        raise typer.Exit(ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED) from None
-    if as_json:
-        print(result.model_dump_json(indent=2))
-    else:
-        from lohan.cli.show import print_plan
-
-        print_plan(result)
 
 
 def print_error(error: LohanError) -> None:

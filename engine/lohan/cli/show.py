@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from lohan.events import EventType, ExitReason
 from lohan.planning.operations import Resource
 from lohan.planning.step_trace import Wait, mean_busy
-from lohan.planning.tiers import Tier
-from lohan.units import format_bytes, format_count, format_duration
+from lohan.units import format_count, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
     from lohan.config import RunConfig
-    from lohan.planning.plan import Plan
     from lohan.training.tracing import TraceReport
 
 _RESOURCE_NAMES = {
@@ -27,7 +25,6 @@ _RESOURCE_NAMES = {
     Resource.SSD_WRITE: "SSD write",
     Resource.CPU: "CPU (optimizer)",
 }
-_TIER_NAMES = {Tier.GPU: "GPU memory", Tier.RAM: "RAM", Tier.SSD: "SSD"}
 
 
 class Show(Protocol):
@@ -193,32 +190,3 @@ def print_busy(report: TraceReport, console: Console) -> None:
     told = [f"{str(wait).removeprefix('wait ')} {waited:.3f} s ({waited / seconds:.1%})" for wait, waited in waits]
     console.print(f"{'The GPU' if report.on_gpu else 'Computing'} waited {', '.join(told)}.", markup=False)
     console.print(f"The trace is in {report.path}; open it in ui.perfetto.dev.", markup=False, soft_wrap=True)
-
-
-def print_plan(plan: Plan) -> None:
-    """Print the memory split, a table a tier."""
-    from rich.table import Table
-
-    console = make_console()
-    console.print(
-        f"{plan.model}: {format_count(plan.parameters)} parameters, {plan.precision} on {plan.device};"
-        f" batch {plan.batch_size} (micro-batch {plan.micro_batch_size}), {plan.sequence_length} tokens a row",
-        markup=False,
-    )
-    for tier in plan.tiers:
-        if not tier.items:
-            continue
-        table = Table(
-            title=f"{_TIER_NAMES[tier.tier]}: {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)}", title_justify="left"
-        )
-        table.add_column("what")
-        table.add_column("bytes", justify="right")
-        table.add_column("from")
-        for item in tier.items:
-            table.add_row(item.name, format_bytes(item.bytes), item.formula)
-        console.print(table)
-    written = format_bytes(plan.ssd_bytes_written_per_step)
-    traffic = f"SSD traffic: {format_bytes(plan.ssd_bytes_per_step)} a step, {written} of it written."
-    console.print(f"{traffic} Durability: {plan.durability}.", markup=False)
-    for note in plan.notes:
-        console.print(note, markup=False)

@@ -27,7 +27,7 @@ from lohan.units import format_bytes
 _SHORTER = 0.995
 """A step must be shorter by this factor to be taken for a smaller micro-batch: the figures are no more exact, and each region has costs of
 its own that no figure has."""
-_ROUNDS = 4
+_ROUNDS = 8
 """Of making room for what the kept activations themselves need on their way."""
 
 
@@ -125,7 +125,7 @@ class Chooser:
             over = max(plan.used_bytes - plan.capacity_bytes for plan in plans)
             if over <= 0:
                 return choice
-            reserve += over
+            reserve += over + over // 4  # what makes room on one tier may need some on its way to another
         short = max(plans, key=lambda plan: plan.used_bytes - plan.capacity_bytes)
         raise CapacityError(
             f"no room is left for what the policy {self._policy} keeps: {format_bytes(over)} are missing",

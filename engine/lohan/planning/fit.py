@@ -123,7 +123,7 @@ class Fit:
             over = max(-_left(plan) for plan in self.memory(micro_batch, kept_units, retention))
             if over <= 0 or not sizes[0]:
                 break
-            reserve += over
+            reserve += over + over // 4
         return retention
 
     def kept_bytes(self, retention: Retention, micro_batch: int) -> KeptBytes:

@@ -1,4 +1,4 @@
-"""The plan of a run as configured, on this machine, now."""
+"""The plan of a run as configured, or of a model alone, on this machine, now."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lohan.config import RunConfig, UnitGrain
+from lohan.config import EngineSection, RunConfig, TrainingSection, UnitGrain
 from lohan.errors import CapacityError
 from lohan.hardware.probe import HardwareFacts, occupied_bytes, probe
+from lohan.hardware.profile import HardwareProfile
+from lohan.hardware.profile_files import facts_of_device, load_profile
 from lohan.models.blocks import trace_workload
 from lohan.models.load import load_config
+from lohan.planning.fit import choose_gpu
 from lohan.planning.plan import Plan
 from lohan.planning.planner import make_plan
 from lohan.states.record import FOLDER
@@ -43,11 +46,39 @@ def plan_run(
     directories = state_directories(config)
     hardware = _with_own_states(probe(directories), directories)
     engine = config.engine.model_copy(update={"grain": grain}) if config.engine.grain is UnitGrain.AUTO else config.engine
-    plan_with = partial(make_plan, workload, model_name=config.model.path.name, training=config.training, hardware=hardware)
+    plan_with = partial(
+        make_plan,
+        workload,
+        model_name=config.model.path.name,
+        training=config.training,
+        hardware=hardware,
+        profile=_profile(engine, hardware),
+    )
     if micro_batch_size is not None and engine.micro_batch_size is None:
         with suppress(CapacityError):
             return plan_with(engine=engine.model_copy(update={"micro_batch_size": micro_batch_size}))
     return plan_with(engine=engine)
+
+
+def plan_model(model: Path, training: TrainingSection, engine: EngineSection, directories: Sequence[Path]) -> Plan:
+    """The plan of a run that trains `model` with states in `directories`, before there is any data.
+
+    Raises:
+        ModelError: the model cannot be used.
+        ConfigError, CapacityError: the run does not fit, or the profile cannot be read.
+    """
+    workload = trace_workload(load_config(model))
+    hardware = probe(directories)
+    profile = _profile(engine, hardware)
+    return make_plan(workload, model_name=model.name, training=training, engine=engine, hardware=hardware, profile=profile)
+
+
+def _profile(engine: EngineSection, hardware: HardwareFacts) -> HardwareProfile | None:
+    """What was measured of this machine with the run's device; None where nothing was."""
+    if engine.profiles is None:
+        return None
+    gpu = choose_gpu(engine, hardware)
+    return load_profile(engine.profiles, facts_of_device(hardware, gpu.uuid if gpu is not None else None))
 
 
 def _with_own_states(hardware: HardwareFacts, directories: Sequence[Path]) -> HardwareFacts:
