@@ -9,6 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from lohan.planning.workload import UnitKind
 TORCH_KERNELS = "torch"
 """The kernel set of a block as transformers wrote it, run eagerly."""
 _WARM_UP_PASSES = 2
+_GPU_WARM_UP_SECONDS = 0.3  # an idle GPU's clocks are low
 # Of a GPU, about 30 ms: the host gets ahead, so that no operator's time holds the wait for its launch.
 _HEAD_START_CYCLES = 50_000_000
 _DEVIATION = 0.02  # of transformers' own initialisation
@@ -58,8 +60,8 @@ def measure_block(
         precision: of weights and activations.
         device: a GPU, or the CPU.
         kernels: the kernel set; `torch` is the only one so far.
-        repetitions: of what is timed, at least 1; two passes go before.
-        on_progress: told the share of the passes that is done, 0 to 1.
+        repetitions: of what is timed, at least 1; unmeasured passes go before.
+        on_progress: told the share of the timed passes that is done, 0 to 1.
 
     Raises:
         ModelError: the model has no units the engine can find.
@@ -73,17 +75,17 @@ def measure_block(
     model = empty_model(config, dtype=dtype)
     units = find_units(model)
     projection = output_projection(model)
-    progress = _Progress((2 if projection is None else 3) * (_WARM_UP_PASSES + repetitions), on_progress)
+    repeat = _Repetition(repetitions, device, parts=2 if projection is None else 3, on_progress=on_progress)
     hidden = torch.randn(rows, length, workload.hidden_size, device=device, dtype=dtype, requires_grad=True)
 
     block = _BlockPasses(*first_block(model, units), hidden)
-    passes = _repeat(block.time_passes, repetitions, progress)
-    operators = _repeat(block.time_operators, repetitions, progress)
+    passes = repeat(block.time_passes)
+    operators = repeat(block.time_operators)
     block.free()
     head_passes = []
     if projection is not None:
         before = [module for unit in units if unit.kind is UnitKind.HEAD for _, module in unit.modules if module is not projection]
-        head_passes = _repeat(_HeadPasses(before, projection, hidden).time_passes, repetitions, progress)
+        head_passes = repeat(_HeadPasses(before, projection, hidden).time_passes)
     return BlockTimes(
         workload_digest=workload.digest,
         kernels=kernels,
@@ -99,28 +101,31 @@ def measure_block(
     )
 
 
-class _Progress:
-    def __init__(self, passes: int, tell: Callable[[float], None] | None) -> None:
-        self._passes, self._tell, self._done = passes, tell, 0
-
-    def step(self) -> None:
-        self._done += 1
-        if self._tell is not None:
-            self._tell(self._done / self._passes)
-
-
 _Result = TypeVar("_Result")
 
 
-def _repeat(run: Callable[[], _Result], repetitions: int, progress: _Progress) -> list[_Result]:
-    """What `run` returns, `repetitions` times after the warm-up."""
-    results = []
-    for index in range(_WARM_UP_PASSES + repetitions):
-        result = run()
-        if index >= _WARM_UP_PASSES:
-            results.append(result)
-        progress.step()
-    return results
+class _Repetition:
+    """Does things again and again, after a warm-up; `parts` things in all."""
+
+    def __init__(self, repetitions: int, device: torch.device, *, parts: int, on_progress: Callable[[float], None] | None) -> None:
+        self._repetitions, self._passes, self._done = repetitions, parts * repetitions, 0
+        self._warm_up_seconds = _GPU_WARM_UP_SECONDS if device.type == "cuda" else 0.0
+        self._on_progress = on_progress
+
+    def __call__(self, run: Callable[[], _Result]) -> list[_Result]:
+        """What `run` returns each time; it has waited for the device."""
+        begin = time.perf_counter()
+        for passes in count():
+            if passes >= _WARM_UP_PASSES and time.perf_counter() - begin >= self._warm_up_seconds:
+                break
+            run()
+        results = []
+        for _ in range(self._repetitions):
+            results.append(run())
+            self._done += 1
+            if self._on_progress is not None:
+                self._on_progress(self._done / self._passes)
+        return results
 
 
 def _measured(seconds: Sequence[float]) -> Measured:
@@ -233,7 +238,8 @@ class _OperatorTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _HeadPasses:
-    """What follows the blocks: final norm, output projection and loss, each recomputed in the backward, the loss over chunks of tokens."""
+    """What follows the blocks: final norm, output projection and loss, recomputed in the backward, the loss over chunks of tokens. That is
+    the engine's loss head for the families it knows; for others it computes all logits at once."""
 
     def __init__(self, before: Sequence[nn.Module], projection: nn.Linear, hidden: torch.Tensor) -> None:
         for module in (*before, projection):

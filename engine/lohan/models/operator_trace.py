@@ -4,6 +4,10 @@ The block runs on the meta device at three pairs of rows and length, from which 
 fourth pair checks them. Operators are those that a GPU is sent: attention is one operator with the outputs of flash attention (the result
 and the logarithms of the softmax's sums), dropout is one too. Causal attention counts half of the score matrix, since flash attention
 leaves out what is masked and benchmarks count it so; a block that computes attention by plain matrix products counts them whole.
+
+Runs differ from that in two ways. With a mask attention computes the whole score matrix, a GPU pads its logarithms to 32 tokens, and
+grouped keys and values are copied for it first, by operators that no workload has. In fp32 no GPU has a kernel for grouped attention,
+which becomes products and a softmax under other labels.
 """
 
 # ruff: noqa: SLF001 - schemas are public only as text, and the only identity a storage on the meta device has is `_cdata`
