@@ -19,10 +19,12 @@ from lohan.cli.measuring import ExitCode
 from lohan.cli.show_profile import print_profile
 from lohan.hardware.probe import HardwareFacts, probe
 from lohan.hardware.profile import HardwareProfile
-from lohan.hardware.profile_files import facts_of_device, load_profile, profile_path, save_profile
+from lohan.hardware.profile_files import facts_of_device, load_profile, profile_path, save_profile, with_blocks
+from lohan.models.blocks import trace_workload
 from lohan.profiling.progress import ProfileProgress
 from lohan.profiling.timing import QUICK, THOROUGH, Effort
 from tests.engine.profiles import block_times, figure, machine_facts, machine_profile
+from tests.fixtures.tiny_model import make_tiny_model
 from tests.fixtures.waiting import wait_until
 
 
@@ -216,3 +218,88 @@ def test_the_table_shows_figures_with_their_spread(capsys):
         assert text in shown
     assert "Repetitions lie far apart in: state directories, read." in shown
     assert "Not measured" not in shown
+
+
+# ---------------------------------------------------------------- a model's block
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[dict]:
+    """What was asked for of models' blocks; the times are made up."""
+    calls: list[dict] = []
+
+    def measure_model(profile: HardwareProfile, config, *, rows_list, length, precision, repetitions, most_seconds, **_) -> HardwareProfile:
+        calls.append({"rows": list(rows_list), "length": length, "precision": str(precision), "limited": most_seconds is not None})
+        times = figure(0.01).model_copy(update={"repetitions": repetitions})
+        digest = trace_workload(config).digest
+        shape = {"workload_digest": digest, "precision": str(precision), "sequence_length": length, "forward_seconds": times}
+        return with_blocks(profile, [block_times(rows=rows, **shape) for rows in rows_list])
+
+    monkeypatch.setattr("lohan.profiling.model.measure_model", measure_model)
+    return calls
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "a small model")
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_models_shapes_are_measured_once_each(tmp_path, model, asked):
+    own = "bf16" if cpu_facts(tmp_path).cpu.multiplies_bf16 else "fp32"
+    done = run(tmp_path, model, "--rows", "2, 1", "--seq", "64")
+    assert done.exit_code == 0, done.output
+    assert asked.pop() == {"rows": [1, 2], "length": 64, "precision": own, "limited": False}
+    assert "a small model" in done.stdout
+    assert run(tmp_path, model, "--rows", "1,2,4", "--seq", "64").exit_code == 0
+    assert asked.pop()["rows"] == [4]
+    assert run(tmp_path, model, "--rows", "1,2,4", "--seq", "64").exit_code == 0
+    assert asked == []
+    assert run(tmp_path, model, "--seq", "64", "--precision", "bf16").exit_code == 0
+    assert asked.pop()["limited"]
+    kept = load_profile(tmp_path / "profiles", cpu_facts(tmp_path))
+    assert kept is not None and {block.rows for block in kept.blocks} == {1, 2, 4, 8}
+
+
+@pytest.mark.usefixtures("machine")
+def test_again_measures_a_models_shapes_anew(tmp_path, model, asked):
+    for _ in range(2):
+        assert run(tmp_path, model, "--rows", "1", "--again").exit_code == 0
+        assert asked.pop()["rows"] == [1]
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_quick_shape_is_measured_properly_later(tmp_path, model, asked):
+    for arguments, rows in ((["--quick"], [1]), (["--quick"], None), (["--rows", "1"], [1]), (["--rows", "1"], None)):
+        assert run(tmp_path, model, *arguments).exit_code == 0
+        assert (asked.pop()["rows"] if asked else None) == rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["--rows", "2"], "--rows: ", ExitCode.BAD_CONFIG),
+        (["--precision", "fp32"], "--precision: ", ExitCode.BAD_CONFIG),
+        (["MODEL", "--rows", "two"], "--rows: ", ExitCode.BAD_CONFIG),
+        (["MODEL", "--rows", "1,,2"], "--rows: ", ExitCode.BAD_CONFIG),
+        (["MODEL", "--rows", "0"], "--rows: ", ExitCode.BAD_CONFIG),
+        (["MODEL", "--seq", "1025"], "context is 1024", ExitCode.BAD_CONFIG),
+        (["/no/such/model"], "/no/such/model", ExitCode.FAILED),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_is_wrong_with_a_model_is_said_before_anything_is_measured(arguments, message, code, tmp_path, model, machine, asked):
+    done = run(tmp_path, *(model if argument == "MODEL" else argument for argument in arguments))
+    assert done.exit_code == code
+    assert message in done.stderr
+    assert machine.efforts == asked == []
+
+
+def test_a_block_of_a_model_in_a_process_of_its_own(tmp_path, model):
+    arguments = [str(model), "--quick", "--seq", "32", "--precision", "fp32"]
+    done = subprocess.run(command(tmp_path, *arguments), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "a block and the head, 1 x 32 tokens" in done.stderr
+    profile = load_profile(tmp_path / "profiles", cpu_facts(tmp_path))
+    assert profile is not None
+    assert [(block.rows, block.sequence_length, block.precision) for block in profile.blocks] == [(1, 32, "fp32")]

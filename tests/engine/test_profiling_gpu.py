@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lohan.config import Precision
 from lohan.errors import CapacityError
 from lohan.hardware.probe import probe
 from lohan.hardware.profile_files import facts_of_device
+from lohan.models.load import load_config
 from lohan.profiling import device as device_measurements
 from lohan.profiling.device import measure_copies, measure_device_memory, measure_matmul
 from lohan.profiling.machine import measure_machine
+from lohan.profiling.model import measure_model
+from lohan.profiling.progress import ProfileProgress
 from lohan.profiling.timing import QUICK
 from lohan.units import GIB, MIB
+from tests.engine.profiles import machine_profile
+from tests.fixtures.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -53,3 +59,14 @@ def test_a_full_gpu_is_told_from_a_slow_one(gpu, monkeypatch):
     ):
         with pytest.raises(CapacityError, match="are free"):
             measure()
+
+
+def test_a_block_is_measured_on_a_gpu_and_what_does_not_fit_is_left_out(gpu, tmp_path):
+    facts = facts_of_device(probe([tmp_path]), f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
+    config = load_config(make_tiny_model(tmp_path / "model"))
+    profile = machine_profile(facts, blocks=())
+    told: list[ProfileProgress] = []
+    options = {"length": 1024, "precision": Precision.BF16, "device": gpu, "repetitions": 1, "on_progress": told.append}
+    measured = measure_model(profile, config, rows_list=[2, 100_000_000], **options)
+    assert [(block.rows, block.precision) for block in measured.blocks] == [(2, "bf16")]
+    assert "does not fit" in next(one.note for one in told if one.note)

@@ -1,16 +1,18 @@
-"""`lohan profile`: measures the machine, keeps what was measured, and shows it. Loads torch only when it is called."""
+"""`lohan profile`: measures the machine, and a model's block on it, keeps that, and shows it. Loads torch only when it is called."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lohan.cli.measuring import errors_in_words, terminated_in_order
+from lohan.config import Precision
 from lohan.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from lohan.hardware.profile import HardwareProfile
     from lohan.profiling.progress import OnProgress
 
+_ROWS, _QUICK_ROWS = (1, 2, 4, 8), (1,)
+# For the shapes of a model that nobody named: on two cores the head alone takes seconds a row.
+_MOST_SECONDS = 40.0
 _DEVICE = re.compile(r"auto|cpu(:\d+)?|cuda(:\d+)?|GPU-[0-9a-f-]+")
 
 
@@ -35,7 +40,26 @@ class _Request:
     quick: bool
 
 
+@dataclass(frozen=True)
+class _Model:
+    """Whose block is measured, and in which shapes."""
+
+    name: str
+    config: Any
+    digest: str
+    """Of its workload."""
+    rows: tuple[int, ...]
+    may_be_left_out: bool
+    """Whether shapes that take long are left out: nobody asked for them."""
+    sequence_length: int
+    precision: Precision
+
+
 def profile(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MODEL]", help="Measure one block of this model, too: a Hugging Face folder, or a GGUF file."),
+    ] = None,
     directory: Annotated[
         list[Path] | None,
         typer.Option(
@@ -43,6 +67,13 @@ def profile(
             envvar="LOHAN_STATE_DIRS",
             help="Where states will lie; again for more drives. Unset: states in the data folder.",
         ),
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Rows of MODEL's micro-batches. Unset: 1,2,4,8, as far as a minute goes.")
+    ] = None,
+    sequence: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a row.")] = 1024,
+    precision: Annotated[
+        Precision | None, typer.Option(help="Of MODEL's block. Unset: bf16, or fp32 on a CPU without bf16 instructions.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or a GPU's UUID.")] = "auto",
     profiles: Annotated[
@@ -52,21 +83,29 @@ def profile(
     quick: Annotated[bool, typer.Option("--quick", help="In a few seconds, roughly; measured anew by the next call without it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
 ) -> None:
-    """Measure how fast this machine copies, computes, updates, reads and writes; plans go by it."""
+    """Measure how fast this machine copies, computes, updates, reads and writes, and how long a block of MODEL takes."""
     from lohan.bench.show import stdout_kept_clean
     from lohan.cli.show_profile import print_profile, shown_progress
 
     with errors_in_words():
         failure: StorageError | None = None
         with terminated_in_order(), stdout_kept_clean(), shown_progress() as on_progress:
+            if model is None and (rows is not None or precision is not None):
+                option = "--rows" if rows is not None else "--precision"
+                raise ConfigError("it is of a model's block, and there is no MODEL", place=option, remedy="Name a model folder.")
             request = _request(directory, device, profiles, again=again, quick=quick)
+            wanted = None if model is None else _model(model, request, rows, sequence, precision)
             result, is_new = _machine(request, on_progress)
             if is_new:
                 failure = _save(request.folder, result)
+            if wanted is not None:
+                with_model = _with_model(request, wanted, result, on_progress)
+                if with_model is not result:
+                    result, failure = with_model, _save(request.folder, with_model)
         if as_json:
             print(result.model_dump_json(indent=2))
         else:
-            print_profile(result, is_new=is_new)
+            print_profile(result, is_new=is_new, models={} if wanted is None else {wanted.digest: wanted.name})
         if failure is not None:
             raise failure
 
@@ -150,6 +189,81 @@ def _machine(request: _Request, on_progress: OnProgress) -> tuple[HardwareProfil
         effort=QUICK if request.quick else THOROUGH,
     )
     return with_blocks(measured, earlier.blocks if earlier is not None else ()), True
+
+
+def _model(path: Path, request: _Request, rows: str | None, sequence: int, precision: Precision | None) -> _Model:
+    """Check what was asked for of a model, and look at it.
+
+    Raises:
+        ConfigError: rows that are no numbers, or longer than the model's context.
+        ModelError: the model cannot be used.
+    """
+    import torch
+
+    from lohan.models.blocks import trace_workload
+    from lohan.models.load import load_config
+    from lohan.profiling.machine import working_type
+
+    default = _QUICK_ROWS if request.quick else _ROWS
+    config = load_config(path)
+    workload = trace_workload(config)
+    if sequence > workload.context_length:
+        raise ConfigError(
+            f"rows of {sequence} tokens cannot be measured: the model's context is {workload.context_length}",
+            place="--seq",
+            remedy=f"Give at most {workload.context_length}.",
+        )
+    own = Precision.BF16 if working_type(request.facts, request.device) is torch.bfloat16 else Precision.FP32
+    return _Model(
+        name=path.absolute().name,
+        config=config,
+        digest=workload.digest,
+        rows=default if rows is None else _parse_rows(rows),
+        may_be_left_out=rows is None,
+        sequence_length=sequence,
+        precision=precision or own,
+    )
+
+
+def _parse_rows(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9][0-9]{0,3}", part) for part in parts):
+        raise ConfigError(
+            f"{text!r} is no list of numbers of rows", place="--rows", remedy="Give 1 to 9999, with commas between, e.g. 1,2,4,8."
+        )
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _with_model(request: _Request, model: _Model, machine: HardwareProfile, on_progress: OnProgress) -> HardwareProfile:
+    """The profile with the model's block in the shapes that were asked for; the same one where they are in it already."""
+    from lohan.hardware.profile_files import find_block
+    from lohan.models.block_times import TORCH_KERNELS
+    from lohan.profiling.model import REPETITIONS, measure_model
+
+    repetitions = 1 if request.quick else REPETITIONS
+    find = partial(
+        find_block,
+        machine,
+        workload_digest=model.digest,
+        kernels=TORCH_KERNELS,
+        precision=model.precision.value,
+        sequence_length=model.sequence_length,
+    )
+    known = {rows: find(rows=rows) for rows in model.rows}
+    missing = [rows for rows, block in known.items() if request.again or block is None or block.forward_seconds.repetitions < repetitions]
+    if not missing:
+        return machine
+    return measure_model(
+        machine,
+        model.config,
+        rows_list=missing,
+        length=model.sequence_length,
+        precision=model.precision,
+        device=request.device,
+        repetitions=repetitions,
+        most_seconds=_MOST_SECONDS if model.may_be_left_out else None,
+        on_progress=on_progress,
+    )
 
 
 def _save(folder: Path, result: HardwareProfile) -> StorageError | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from lohan.cli.show import make_console
@@ -42,7 +43,7 @@ def shown_progress() -> Iterator[OnProgress]:
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield _print_line
+        yield _LineProgress()
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[left]}", markup=False))
     with Progress(*columns, console=console, transient=True) as progress:
@@ -53,11 +54,18 @@ def _left(progress: ProfileProgress) -> str:
     return "time left unknown yet" if progress.seconds_left is None else f"about {format_duration(progress.seconds_left)} left"
 
 
-def _print_line(progress: ProfileProgress) -> None:
-    if progress.note:
-        print(progress.note, file=sys.stderr, flush=True)
-    elif progress.what:
-        print(f"[{progress.fraction:4.0%}] {progress.what}, {_left(progress)}", file=sys.stderr, flush=True)
+class _LineProgress:
+    """Plain lines, as a log can hold them: one when a measurement begins, one for a note."""
+
+    def __init__(self) -> None:
+        self._what = ""
+
+    def __call__(self, progress: ProfileProgress) -> None:
+        if progress.note:
+            print(progress.note, file=sys.stderr, flush=True)
+        elif progress.what and progress.what != self._what:
+            print(f"[{progress.fraction:4.0%}] {progress.what}, {_left(progress)}", file=sys.stderr, flush=True)
+        self._what = progress.what
 
 
 class _BarProgress:
@@ -73,12 +81,17 @@ class _BarProgress:
         self._bars.update(self._task, description=progress.what, completed=progress.fraction, left=_left(progress), refresh=True)
 
 
-def print_profile(profile: HardwareProfile, *, is_new: bool) -> None:
-    """One row a figure, with how far its repetitions lie apart."""
+def print_profile(profile: HardwareProfile, *, is_new: bool, models: Mapping[str, str] = MappingProxyType({})) -> None:
+    """One row a figure, with how far its repetitions lie apart.
+
+    Args:
+        is_new: whether the machine was measured just now.
+        models: names of models by their workload's digest; others are shown by that.
+    """
     console = make_console()
     console.print(_machine_table(profile))
     if profile.blocks:
-        console.print(_block_table(profile))
+        console.print(_block_table(profile, models))
     missing = [name for name, field in (*_RATES, ("commit", "commit_seconds")) if getattr(profile, field) is None]
     if missing:
         console.print(f"Not measured: {', '.join(missing)}.", markup=False)
@@ -122,7 +135,7 @@ def _machine_table(profile: HardwareProfile) -> Table:
     return table
 
 
-def _block_table(profile: HardwareProfile) -> Table:
+def _block_table(profile: HardwareProfile, models: Mapping[str, str]) -> Table:
     from rich.table import Table
 
     table = Table(title="One block, its weights on the device", title_justify="left")
@@ -133,7 +146,7 @@ def _block_table(profile: HardwareProfile) -> Table:
     for block in profile.blocks:
         head = block.head_seconds
         table.add_row(
-            block.workload_digest[:12],
+            models.get(block.workload_digest, block.workload_digest[:12]),
             block.kernels,
             block.precision,
             str(block.rows),

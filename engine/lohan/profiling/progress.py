@@ -35,6 +35,7 @@ class Meter:
     def __init__(self, expected: Sequence[float], on_progress: OnProgress | None, *, in_seconds: bool = True) -> None:
         self._expected, self._on_progress, self._in_seconds = list(expected), on_progress, in_seconds
         self._ended = 0
+        self._share = 0.0
         self._what = ""
         self._begin = time.monotonic()
 
@@ -43,9 +44,14 @@ class Meter:
         self._what = what
         self._tell()
 
+    def advance(self, share: float) -> None:
+        """So much of the stage is done, 0 to 1."""
+        self._share = share
+        self._tell()
+
     def end(self) -> None:
         """The stage that was begun has ended."""
-        self._ended += 1
+        self._ended, self._share = self._ended + 1, 0.0
         if self._ended == len(self._expected):
             self._what = ""
             self._tell()
@@ -54,16 +60,18 @@ class Meter:
         self._tell(sentence)
 
     @property
-    def _fraction(self) -> float:
-        total = sum(self._expected)
-        return sum(self._expected[: self._ended]) / total if total else 1.0
+    def _done(self) -> float:
+        """Of what was expected."""
+        current = self._expected[self._ended] if self._ended < len(self._expected) else 0.0
+        return sum(self._expected[: self._ended]) + self._share * current
 
     def _seconds_left(self) -> float | None:
-        done, left = sum(self._expected[: self._ended]), sum(self._expected[self._ended :])
-        if done:
-            return (time.monotonic() - self._begin) / done * left
+        left = sum(self._expected) - self._done
+        if self._done:
+            return (time.monotonic() - self._begin) / self._done * left
         return left if self._in_seconds else None
 
     def _tell(self, note: str = "") -> None:
         if self._on_progress is not None:
-            self._on_progress(ProfileProgress(self._what, self._fraction, self._seconds_left(), note))
+            fraction = self._done / sum(self._expected) if self._expected else 1.0
+            self._on_progress(ProfileProgress(self._what, fraction, self._seconds_left(), note))
