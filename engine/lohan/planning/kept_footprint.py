@@ -1,8 +1,9 @@
-"""What kept activations take of each tier, as `lohan.streaming.kept` allocates it. Pure arithmetic."""
+"""What kept activations take in each tier: exactly what the engine allocates (`lohan.streaming.kept_tiers`). Pure arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lohan.planning.footprint import KEPT_REGIONS_AHEAD, KEPT_STAGING_BUFFERS
@@ -11,69 +12,71 @@ from lohan.planning.retention import Retention
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
 
+KEPT = "kept activations"
+KEPT_ON_THEIR_WAY = "kept activations on their way"
+
+
+def whole_pages(size_bytes: int) -> int:
+    """`size_bytes` rounded up to pages: of a buffer, and of a transfer that bypasses the page cache."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
 
 @dataclass(frozen=True, slots=True)
-class KeptBytes:
-    """A retention, and the bytes of what it keeps; of one block and the whole batch."""
+class _Kept:
+    """One thing that is kept of one region."""
 
-    retention: Retention
-    blocks: int
-    outputs: Mapping[str, int]
-    """By the operators' labels."""
-    input: int
-    """A block's input; 0 where inputs stay on the device, and are counted there."""
-    micro_share: float
-    """The part of the batch that a region computes."""
-
-    def pieces(self, block: int) -> Iterator[tuple[Tier, int]]:
-        """What is kept of `block`, but for an input that stays on the device."""
-        for label, tier in self.retention.kept(block).items():
-            yield tier, self.outputs[label]
-        tier_of_input = self.retention.boundaries.tier(block)
-        if tier_of_input not in (None, Tier.GPU):
-            yield tier_of_input, self.input
-
-    def total(self, tier: Tier) -> int:
-        return sum(size for block in range(self.blocks) for found, size in self.pieces(block) if found is tier)
-
-    @property
-    def moved_inputs(self) -> int:
-        """Blocks whose inputs leave the device."""
-        return len(self.retention.boundaries.ram_blocks) + len(self.retention.boundaries.ssd_blocks)
-
-    @property
-    def largest_swapped_region(self) -> int:
-        """The most that leaves the device of one region."""
-        swapped = (sum(size for tier, size in self.pieces(block) if tier is not Tier.GPU) for block in range(self.blocks))
-        return round(self.micro_share * max(swapped, default=0))
-
-    @property
-    def largest_on_drive(self) -> int:
-        """The largest output of one region that goes to the drives."""
-        sizes = (size for block in range(self.blocks) for tier, size in self.pieces(block) if tier is Tier.SSD)
-        return round(self.micro_share * max(sizes, default=0))
+    tier: Tier
+    region: tuple[int, int]
+    """Block and micro-batch."""
+    bytes: int
 
 
-def kept_items(kept: KeptBytes) -> tuple[tuple[PlanItem, ...], tuple[PlanItem, ...], tuple[PlanItem, ...]]:
-    """What lies on the device, in host memory and on the drives; on the CPU the device's is the host's too."""
-    on_device, in_ram, on_drives = (kept.total(tier) for tier in Tier)
-    passing, region, output = KEPT_REGIONS_AHEAD + 1, kept.largest_swapped_region, kept.largest_on_drive
-    device = [
-        PlanItem(name="kept activations", bytes=on_device, formula="outputs that stay on the device from forward to backward"),
-        PlanItem(
-            name="activations on their way",
-            bytes=passing * region,
-            formula=f"{passing} regions x {format_bytes(region)} that leave the device and come back",
+def retention_items(
+    retention: Retention, outputs: Mapping[tuple[str, int], Sequence[int]], inputs: Mapping[int, Sequence[int]]
+) -> Mapping[Tier, tuple[PlanItem, ...]]:
+    """The holders of what `retention` keeps, by tier. `Tier.GPU` is the device: RAM where the CPU computes.
+
+    Args:
+        outputs: bytes of an operator's outputs in each micro-batch of a block, by label and block; at least those that are kept.
+        inputs: bytes of a block's input in each micro-batch, by block; at least of those whose boundaries go to RAM or the drives. Those
+            that stay on the device are no holder here: every boundary is one already.
+    """
+    kept = list(_kept(retention, outputs, inputs))
+    on_device = sum(item.bytes for item in kept if item.tier is Tier.GPU)
+    in_ram = sum(whole_pages(item.bytes) for item in kept if item.tier is Tier.RAM)
+    stored = [whole_pages(item.bytes) for item in kept if item.tier is Tier.SSD]
+    leaving: dict[tuple[int, int], int] = {}
+    for item in kept:
+        if item.tier is not Tier.GPU:
+            leaving[item.region] = leaving.get(item.region, 0) + item.bytes
+    regions, largest, widest = 1 + KEPT_REGIONS_AHEAD, max(leaving.values(), default=0), max(stored, default=0)
+    count = f"{len(kept)} outputs of regions, those"
+    return {
+        Tier.GPU: (
+            *_item(KEPT, on_device, f"{count} that stay on the device"),
+            *_item(KEPT_ON_THEIR_WAY, regions * largest, f"{regions} regions x {format_bytes(largest)} that the largest sends out"),
         ),
-    ]
-    host = [
-        PlanItem(name="kept activations", bytes=in_ram, formula="outputs and inputs of blocks that wait in host memory"),
-        PlanItem(
-            name="activation staging",
-            bytes=KEPT_STAGING_BUFFERS * output,
-            formula=f"{KEPT_STAGING_BUFFERS} buffers x {format_bytes(output)} of the largest output that goes to the drives",
+        Tier.RAM: (
+            *_item(KEPT, in_ram, f"{count} that wait in RAM, each in whole pages"),
+            *_item(
+                KEPT_ON_THEIR_WAY,
+                KEPT_STAGING_BUFFERS * widest,
+                f"{KEPT_STAGING_BUFFERS} buffers x {format_bytes(widest)} of the largest output that goes to the drives",
+            ),
         ),
-    ]
-    drives = [PlanItem(name="kept activations", bytes=on_drives, formula="outputs and inputs of blocks that wait on the drives")]
-    filled = [tuple(item for item in items if item.bytes) for items in (device, host, drives)]
-    return filled[0], filled[1], filled[2]
+        Tier.SSD: _item(KEPT, sum(stored), f"{count} that wait on the drives, each in whole pages"),
+    }
+
+
+def _kept(retention: Retention, outputs: Mapping[tuple[str, int], Sequence[int]], inputs: Mapping[int, Sequence[int]]) -> Iterator[_Kept]:
+    for operator in retention.operators:
+        for tier, blocks in ((Tier.GPU, operator.gpu_blocks), (Tier.RAM, operator.ram_blocks), (Tier.SSD, operator.ssd_blocks)):
+            for block in blocks:
+                yield from (_Kept(tier, (block, number), size) for number, size in enumerate(outputs[operator.label, block]))
+    for tier, blocks in ((Tier.RAM, retention.boundaries.ram_blocks), (Tier.SSD, retention.boundaries.ssd_blocks)):
+        for block in blocks:
+            yield from (_Kept(tier, (block, number), size) for number, size in enumerate(inputs[block]))
+
+
+def _item(name: str, size_bytes: int, formula: str) -> tuple[PlanItem, ...]:
+    return (PlanItem(name=name, bytes=size_bytes, formula=formula),) if size_bytes else ()

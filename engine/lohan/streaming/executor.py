@@ -367,9 +367,7 @@ def init(
     grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
     units = find_units(model, grain)
     installation.check_model(model, units)
-    if retention is None:
-        retention = plan.retention if plan is not None else Retention()
-    kept = block_decisions(units, retention)
+    kept = block_decisions(units, _choose_retention(retention, plan))
     if not resume and resume_from is None:
         installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
@@ -395,8 +393,7 @@ def init(
         trace=trace,
     )
     installation.replace_parameters(model, runtimes, working_dtype(precision), torch_device)
-    driver = StepDriver(runtimes, optimizer, stages)
-    return _install(model, optimizer, units, runtimes, driver, stages, micro_batch_size, limits=(batch_size, seq_length))
+    return _install(model, optimizer, units, runtimes, stages, micro_batch_size, limits=(batch_size, seq_length))
 
 
 def _install(
@@ -404,13 +401,13 @@ def _install(
     optimizer: torch.optim.AdamW,
     units: Sequence[Unit],
     runtimes: Sequence[UnitRuntime],
-    driver: StepDriver,
     stages: Stages,
     micro_batch_size: int,
     *,
     limits: tuple[int, int],
 ) -> Session:
     """Let the model compute through the stages and the optimizer belong to them; `limits` are rows and tokens of a batch."""
+    driver = StepDriver(runtimes, optimizer, stages)
     session = Session(model, runtimes, stages, driver, micro_batch_size)
     runner = RegionRunner(
         stages.stream, driver, device=stages.device, micro_batch_size=micro_batch_size, kept=stages.kept, trace=stages.trace
@@ -439,6 +436,13 @@ def _choose(
     if kept_units < 0:
         raise ConfigError(f"kept_units is {kept_units}, expected at least 0", place="kept_units", remedy="Correct the value.")
     return micro_batch_size, slots, kept_units
+
+
+def _choose_retention(retention: Retention | None, plan: Plan | None) -> Retention:
+    """What was asked for, else the plan's, else nothing."""
+    if retention is not None:
+        return retention
+    return plan.retention if plan is not None else Retention()
 
 
 def _choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:

@@ -11,14 +11,12 @@ import torch
 
 from lohan.memory.arena import Arena, Paging
 from lohan.planning.footprint import KEPT_STAGING_BUFFERS
+from lohan.planning.kept_footprint import KEPT, KEPT_ON_THEIR_WAY
 from lohan.streaming.device import Event
 
 if TYPE_CHECKING:
     from lohan.memory.store import Store
     from lohan.streaming.pending import Failure
-
-HOLDER = "kept activations"
-STAGING_HOLDER = "kept activations on their way"
 
 
 class HostBuffer:
@@ -51,7 +49,7 @@ class KeptBuffers:
             buffer = None
         if buffer is None:
             size = max(need_bytes, room_bytes)
-            memory = self._arena.allocate(size, torch.uint8, holder=HOLDER, paging=Paging.for_copies_with(self._device))
+            memory = self._arena.allocate(size, torch.uint8, holder=KEPT, paging=Paging.for_copies_with(self._device))
             buffer = HostBuffer(memory, self._device)
         return buffer
 
@@ -106,7 +104,7 @@ class StagingBuffers:
             self._size = size_bytes
             paging = Paging.for_copies_with(self._device)
             for _ in range(KEPT_STAGING_BUFFERS):
-                memory = self._arena.allocate(size_bytes, torch.uint8, holder=STAGING_HOLDER, paging=paging, moved_by=self._store)
+                memory = self._arena.allocate(size_bytes, torch.uint8, holder=KEPT_ON_THEIR_WAY, paging=paging, moved_by=self._store)
                 self._free.append(HostBuffer(memory, self._device))
 
     def take(self) -> HostBuffer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import queue
 import threading
 from collections import defaultdict
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lohan.planning.kept_footprint import whole_pages
 from lohan.planning.operations import OperationKind
 from lohan.streaming.device import Event
 
@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from lohan.streaming.trace import Trace
 
 FILE = "kept-activations"
-
-
-def whole_pages(size_bytes: int) -> int:
-    """`size_bytes` rounded up: transfers of whole pages bypass the page cache."""
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from lohan.errors import EngineError
+from lohan.planning.kept_footprint import whole_pages
 from lohan.planning.operations import OperationKind
 from lohan.planning.step_trace import Wait
 from lohan.planning.tiers import Tier
 from lohan.streaming.device import Event, delay, make_stream, on_stream
 from lohan.streaming.kept_buffers import HostBuffer, KeptBuffers, StagingBuffers
-from lohan.streaming.kept_drive import KeptDrive, StoredOutput, whole_pages
+from lohan.streaming.kept_drive import KeptDrive, StoredOutput
 from lohan.streaming.kept_tensors import PackedOutputs, checksum
 
 if TYPE_CHECKING:
