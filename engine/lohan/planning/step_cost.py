@@ -6,7 +6,8 @@ that the next forward needs first:
 
     step = T(B + x U) + L + T(F + (1 - x - f + r) U)
 
-- L is the way of that unit from the device through its update and back: the last to arrive, the first to be needed; nothing hides it.
+- L is the way of that unit from the device through its update and back: the last to arrive, the first to be needed; nothing hides it. B
+  and F are without it.
 - r is the share of steps whose updates are done again (`redone_share`).
 - Where updates begin on arrival, g buffers hold the gradients of g of n units, so that the backward gets at most g units ahead of the
   updates: 1 - g/n <= x <= 1 - f. Where they wait for the backward's end, x = 0.
@@ -152,11 +153,12 @@ class StepCost:
         )
 
     def forward_demand(self, amounts: Amounts) -> Demand:
-        """Equation 4's terms: weights in, activations out, and on to the drives."""
-        weights, read = self._weights(self.setting.forward_weight_bytes)
+        """Equation 4's terms: weights in, but the first unit's, activations out, and on to the drives."""
+        setting = self.setting
+        weights, read = self._weights(max(0.0, setting.forward_weight_bytes - self._first_bytes))
         swapped = amounts.swapped_bytes
         return Demand(
-            gpu_seconds=self.setting.forward_seconds,
+            gpu_seconds=setting.forward_seconds,
             m2g_bytes=weights,
             g2m_bytes=swapped,
             ssd_read_bytes=read,
@@ -165,10 +167,11 @@ class StepCost:
         )
 
     def backward_demand(self, amounts: Amounts) -> Demand:
-        """Equation 5's terms without the states: weights and activations in, gradients out, and their norms, which wait for nothing."""
+        """Equation 5's terms without the states: weights and activations in, gradients out, but the last unit's, and their norms, which
+        wait for nothing."""
         setting = self.setting
         weights, read = self._weights(setting.backward_weight_bytes)
-        swapped, gradients = amounts.swapped_bytes, setting.gradient_bytes
+        swapped, gradients = amounts.swapped_bytes, setting.gradient_bytes - self._last_bytes
         return Demand(
             gpu_seconds=setting.backward_seconds - amounts.saved_seconds,
             m2g_bytes=weights + swapped,
@@ -208,12 +211,21 @@ class StepCost:
         """How often a copy to or from the device touches a byte of host memory."""
         return 2 if self.rates.on_cpu else 1
 
+    @property
+    def _first_bytes(self) -> float:
+        """Weights of the unit that the forward needs first; P16 is as large as G16."""
+        return self.setting.first_unit_share * self.setting.gradient_bytes
+
+    @property
+    def _last_bytes(self) -> float:
+        """Gradients that arrive when the backward has ended: none that updates would wait for where they all wait for that end."""
+        return 0.0 if self.setting.order.begin is Begin.AFTER_BACKWARD else self._first_bytes
+
     def _first_unit_copies(self) -> float:
-        """Gradients out and weights in, of the unit that is the last to arrive and the first to be needed."""
-        size = self.setting.first_unit_share * self.setting.gradient_bytes  # P16 is as large as G16
-        ways = [Demand(m2g_bytes=self._weights(size)[0])]
-        if self.setting.order.begin is not Begin.AFTER_BACKWARD:
-            ways.append(Demand(g2m_bytes=size))
+        """Gradients out, their norm, and weights in, of the unit that is the last to arrive and the first to be needed."""
+        weights, read = self._weights(self._first_bytes)
+        last = self._last_bytes
+        ways = Demand(g2m_bytes=last), Demand(cpu_seconds=last / self.rates.gradient_norm), Demand(m2g_bytes=weights, ssd_read_bytes=read)
         return sum(phase_seconds(way, self.rates).total for way in ways)
 
 
