@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lohan.planning.operation_costs import OperationCost, Sharing
-from lohan.planning.operations import Operation, OperationKind, Resource
+from lohan.planning.operations import Operation, OperationKind, Resource, UpdateSequence
 from lohan.planning.timeline import Task, lay_out
 
 _SETTLING_STEPS = 2
@@ -21,6 +21,7 @@ _PLAYED_STEPS = 4
 
 _LOADS = (OperationKind.WEIGHTS_READ, OperationKind.WEIGHTS_COPY)
 _UPDATES = (OperationKind.UPDATE, OperationKind.STATES_WRITE)
+_OF_THE_OPTIMIZER = (*_UPDATES, OperationKind.STATES_READ, OperationKind.GRADIENT_NORM, OperationKind.CHECKSUM)
 _ONE_THREAD = (Resource.GPU, Resource.CPU)
 
 
@@ -93,6 +94,7 @@ def play(
     cost: Callable[[Operation], OperationCost],
     sharing: Sharing | None = None,
     *,
+    needed_first: bool = False,
     steps: int = _PLAYED_STEPS,
 ) -> PlayedSteps:
     """Play so many steps of `operations`, one after the other.
@@ -101,14 +103,17 @@ def play(
         operations: of one step, as `step_operations` has them: each after what it waits for.
         cost: what each takes by itself.
         sharing: how they slow each other down; None: not at all.
+        needed_first: whether of the units that wait the one that the next forward needs first is updated first
+            (`UpdateOrder.takes_needed_first`); else units are updated in the list's order.
         steps: at least 3.
     """
     sharing = sharing or Sharing()
     costs = [cost(operation) for operation in operations]
     across = following(operations)
     runs = _runs(operations, costs, across)
+    ranks = _ranks(operations) if needed_first else [0] * len(operations)
     starts, ends = [], []
-    for run_starts in lay_out(_tasks(operations, costs, across, runs), sharing, steps):
+    for run_starts in lay_out(_tasks(operations, costs, across, runs, ranks), sharing, steps):
         begins, finishes = [0.0] * len(operations), [0.0] * len(operations)
         for run, (begin, end) in zip(runs, run_starts, strict=True):
             for index in run[:-1]:  # of the device, which nothing slows down
@@ -145,8 +150,21 @@ def _runs(operations: Sequence[Operation], costs: Sequence[OperationCost], acros
     return runs
 
 
+def _ranks(operations: Sequence[Operation]) -> list[int]:
+    """Of what the optimizer does for a unit: the unit's place in the forward."""
+    sequence = UpdateSequence(operations)
+    return [
+        sequence.place(operation.unit) if operation.kind in _OF_THE_OPTIMIZER and operation.unit is not None else 0
+        for operation in operations
+    ]
+
+
 def _tasks(
-    operations: Sequence[Operation], costs: Sequence[OperationCost], across: Sequence[tuple[int, ...]], runs: Sequence[Sequence[int]]
+    operations: Sequence[Operation],
+    costs: Sequence[OperationCost],
+    across: Sequence[tuple[int, ...]],
+    runs: Sequence[Sequence[int]],
+    ranks: Sequence[int],
 ) -> list[Task]:
     place = {index: number for number, run in enumerate(runs) for index in run}
     tasks = []
@@ -157,6 +175,7 @@ def _tasks(
                 resource=first.resource,
                 thread=first.resource.value if first.resource in _ONE_THREAD else first.kind.value,
                 seconds=sum(costs[index].seconds for index in run),
+                rank=ranks[run[0]],
                 host_memory_bytes=costs[run[0]].host_memory_bytes,
                 after=tuple({place[earlier] for index in run for earlier in operations[index].after} - {number}),
                 after_last_step=tuple({place[earlier] for index in run for earlier in across[index]}),

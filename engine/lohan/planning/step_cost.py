@@ -11,15 +11,16 @@ that the next forward needs first:
 - r is the share of steps whose updates are done again (`redone_share`).
 - Where updates begin on arrival, g buffers hold the gradients of g of n units, so that the backward gets at most g units ahead of the
   updates: 1 - g/n <= x <= 1 - f. Where they wait for the backward's end, x = 0.
-- Where the updates left at the backward's end go on in the backward's order, the first unit comes last, and nothing hides them:
-  step = T(B + x U) + T((1 - x + r) U) + T(F) + the first unit's copies.
+- Where the updates left at the backward's end go on in the backward's order (few buffers), the first unit comes last, and nothing hides
+  them: step = T(B + x U) + T((1 - x + r) U) + T(F) + the first unit's copies.
 
 The engine updates as early as it can; the largest x of those that make the step shortest stands for that: a bound that it comes close to.
 T is convex in the demand, so the step is convex in the bytes that are swapped, for the best x too.
 
-Host memory: weights pass through it once on their way to the device, and once more where they come from a drive; gradients once, once for
-their norm and once in the update; kept activations twice, and on drives four times; an update's states twice within it, and as often as
-they are read, written and summed.
+Host memory: weights pass through it once on their way to the device, and once more where they come from a drive; gradients once, once in
+the update, and where the CPU computes once for their norm, which a GPU takes before they leave it, in a few hundredths of the time of their
+copy; kept activations twice, and on drives four times; an update's states twice within it, and as often as they are read, written and
+summed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class StepSetting:
     """Of states: what every step writes to the drives."""
     trainable_units: int
     gradient_buffers: int
-    """In host memory, for updates on arrival: of a unit each."""
+    """Units whose gradients find room in host memory while they wait for their update."""
     first_unit_share: float
     """The part of the trainable parameters that the next forward needs first."""
     reorders_left: bool = True
@@ -167,8 +168,7 @@ class StepCost:
         )
 
     def backward_demand(self, amounts: Amounts) -> Demand:
-        """Equation 5's terms without the states: weights and activations in, gradients out, but the last unit's, and their norms, which
-        wait for nothing."""
+        """Equation 5's terms without the states: weights and activations in, gradients out, but the last unit's, and their norms."""
         setting = self.setting
         weights, read = self._weights(setting.backward_weight_bytes)
         swapped, gradients = amounts.swapped_bytes, setting.gradient_bytes - self._last_bytes
@@ -177,8 +177,8 @@ class StepCost:
             m2g_bytes=weights + swapped,
             g2m_bytes=gradients,
             ssd_read_bytes=read + amounts.ssd_bytes,
-            host_memory_bytes=self._passes * (weights + swapped + gradients) + gradients + read + amounts.ssd_bytes,
-            cpu_seconds=gradients / self.rates.gradient_norm,
+            host_memory_bytes=self._passes * (weights + swapped + gradients) + self._summed(gradients) + read + amounts.ssd_bytes,
+            cpu_seconds=self._summed(gradients) / self.rates.gradient_norm,
         )
 
     def update_demand(self) -> Demand:
@@ -211,6 +211,10 @@ class StepCost:
         """How often a copy to or from the device touches a byte of host memory."""
         return 2 if self.rates.on_cpu else 1
 
+    def _summed(self, gradients: float) -> float:
+        """Bytes of gradients whose norm the CPU takes."""
+        return gradients if self.rates.on_cpu else 0.0
+
     @property
     def _first_bytes(self) -> float:
         """Weights of the unit that the forward needs first; P16 is as large as G16."""
@@ -225,7 +229,8 @@ class StepCost:
         """Gradients out, their norm, and weights in, of the unit that is the last to arrive and the first to be needed."""
         weights, read = self._weights(self._first_bytes)
         last = self._last_bytes
-        ways = Demand(g2m_bytes=last), Demand(cpu_seconds=last / self.rates.gradient_norm), Demand(m2g_bytes=weights, ssd_read_bytes=read)
+        norm = Demand(cpu_seconds=self._summed(last) / self.rates.gradient_norm)
+        ways = Demand(g2m_bytes=last), norm, Demand(m2g_bytes=weights, ssd_read_bytes=read)
         return sum(phase_seconds(way, self.rates).total for way in ways)
 
 
@@ -234,8 +239,6 @@ def _hidden_shares(setting: StepSetting) -> tuple[float, float]:
     if setting.order.begin is Begin.AFTER_BACKWARD or not setting.trainable_units:
         return 0.0, 0.0
     high = 1 - setting.first_unit_share
-    if setting.order.begin is Begin.SPECULATED:  # all gradients stay
-        return 0.0, high
     return min(high, max(0.0, 1 - setting.gradient_buffers / setting.trainable_units)), high
 
 

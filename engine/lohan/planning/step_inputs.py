@@ -9,7 +9,7 @@ from lohan.hardware.profile import BlockTimes
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS, Placement, Sizes, slot_sizes
 from lohan.planning.schedule import UpdateOrder
 from lohan.planning.step_cost import StepSetting
-from lohan.planning.workload import OperatorWorkload, UnitKind, Workload
+from lohan.planning.workload import OperatorWorkload, Workload
 
 _HEAD_PARTS = 4
 """Of the head's measured time: its forward, the same once more in the backward, and twice that for the gradients."""
@@ -52,7 +52,7 @@ def device_seconds(workload: Workload, times: BlockTimes, *, batch: int, length:
         ConfigError: the times are those of another model.
     """
     _check_times(workload, times)
-    blocks, scale = _blocks(workload), _scale(workload, times, batch, length)
+    blocks, scale = workload.blocks, _scale(workload, times, batch, length)
     tokens = batch * length / (times.rows * times.sequence_length)
     head = times.head_seconds.value * tokens if times.head_seconds is not None else 0.0
     measured = sum(times.operator_seconds.values())
@@ -100,16 +100,9 @@ def _check_times(workload: Workload, times: BlockTimes) -> None:
         )
 
 
-def _blocks(workload: Workload) -> int:
-    return sum(unit.kind is UnitKind.BLOCK for unit in workload.units)
-
-
 def _scale(workload: Workload, times: BlockTimes, batch: int, length: int) -> float:
-    def flops(rows: int, length: int) -> float:
-        return sum(operator.flops.at(rows, length) for operator in workload.operators)
-
-    measured = flops(times.rows, times.sequence_length)
-    return flops(batch, length) / measured if measured else batch * length / (times.rows * times.sequence_length)
+    measured = workload.block_forward_flops(times.rows, times.sequence_length)
+    return workload.block_forward_flops(batch, length) / measured if measured else batch * length / (times.rows * times.sequence_length)
 
 
 def weight_bytes(sizes: Sizes, kept_units: int) -> tuple[int, int]:
@@ -137,7 +130,7 @@ def step_setting(
     """A step of a run all of whose parameters are trained.
 
     Args:
-        gradient_buffers: in host memory, of a unit each.
+        gradient_buffers: see `StepSetting`.
         reorders_left: see `StepSetting`.
         redone_share: see `StepSetting`.
     """
@@ -154,8 +147,8 @@ def step_setting(
         read_share=placement.read_share,
         written_share=placement.written_share,
         trainable_units=len(sizes.units),
-        gradient_buffers=gradient_buffers,
         first_unit_share=sizes.units[0] / sum(sizes.units),
+        gradient_buffers=gradient_buffers,
         reorders_left=reorders_left,
         redone_share=redone_share,
     )

@@ -35,6 +35,9 @@ class Task:
     """Tasks of a thread are done in their order; its resource may have others."""
     seconds: float
     """By itself."""
+    rank: int = 0
+    """A thread with tasks of several ranks does those of each in their order, and goes on with the lowest rank that can go on whenever it
+    is done with all of one."""
     host_memory_bytes: float = 0.0
     after: tuple[int, ...] = ()
     """Tasks of the same step, by index."""
@@ -46,7 +49,7 @@ Spans = list[tuple[float, float]]
 
 
 def lay_out(tasks: Sequence[Task], sharing: Sharing, steps: int) -> list[Spans]:
-    """When each task of so many steps begins and ends, for each step; each is as early as its thread and resource let it.
+    """When each task of so many steps begins and ends, for each step: as early as its thread and resource let it.
 
     Of several threads that could go on with one resource it takes the task that has been ready for longest, then the earlier one.
     """
@@ -54,9 +57,26 @@ def lay_out(tasks: Sequence[Task], sharing: Sharing, steps: int) -> list[Spans]:
 
 
 @dataclass(slots=True)
-class _Thread:
+class _Line:
+    """Tasks of one thread and rank."""
+
+    rank: int
     tasks: list[int]
     done: int = 0
+
+    def next(self, count: int, steps: int) -> int | None:
+        """The number of the task that is next, with so many tasks a step; None after the last step."""
+        step, place = divmod(self.done, len(self.tasks))
+        return None if step == steps else step * count + self.tasks[place]
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """Before which others of its thread it comes: those of later steps, those not yet begun, those of higher rank."""
+        step, place = divmod(self.done, len(self.tasks))
+        return step, not place, self.rank
+
+
+_Thread = list[_Line]
 
 
 @dataclass(slots=True)
@@ -102,15 +122,18 @@ class _Clock:
     def _prepare(self) -> None:
         count = len(self.tasks)
         self.successors = [[] for _ in self.tasks]
-        threads: dict[tuple[Resource, str], _Thread] = {}
+        lines: dict[tuple[Resource, str, int], _Line] = {}
         for index, task in enumerate(self.tasks):
             for earlier in task.after:
                 self.successors[earlier].append(index - earlier)
             for earlier in task.after_last_step:
                 self.successors[earlier].append(index - earlier + count)
-            threads.setdefault((task.resource, task.thread), _Thread([])).tasks.append(index)
-        for (resource, _), thread in threads.items():
-            self.threads.setdefault(resource, []).append(thread)
+            lines.setdefault((task.resource, task.thread, task.rank), _Line(task.rank, [])).tasks.append(index)
+        threads: dict[tuple[Resource, str], _Thread] = {}
+        for (resource, thread, _), line in lines.items():
+            threads.setdefault((resource, thread), []).append(line)
+        for (resource, _), of_thread in threads.items():
+            self.threads.setdefault(resource, []).append(of_thread)
         first = [len(task.after) for task in self.tasks]
         others = [len(task.after) + len(task.after_last_step) for task in self.tasks]
         total = count * self.steps
@@ -118,22 +141,24 @@ class _Clock:
         self.ready, self.starts, self.ends = [0.0] * total, [inf] * total, [inf] * total
 
     def _start(self, resource: Resource, threads: list[_Thread]) -> None:
-        best: tuple[float, int] | None = None
-        chosen = None
-        for thread in threads:
-            step, place = divmod(thread.done, len(thread.tasks))
-            if step == self.steps:
-                continue
-            number = step * len(self.tasks) + thread.tasks[place]
-            if not self.waits[number] and (best is None or (self.ready[number], number) < best):
-                best, chosen = (self.ready[number], number), thread
-        if best is None or chosen is None:
+        found = [choice for thread in threads if (choice := self._next(thread)) is not None]
+        if not found:
             return
-        number = best[1]
+        _, number, line = min(found, key=lambda choice: choice[:2])
         task = self.tasks[number % len(self.tasks)]
-        chosen.done += 1
+        line.done += 1
         self.starts[number] = self.now
         self.running[resource] = _Running(number, task.seconds, task)
+
+    def _next(self, thread: _Thread) -> tuple[float, int, _Line] | None:
+        """Since when the thread could go on, with which task, of which line."""
+        count, steps, waits = len(self.tasks), self.steps, self.waits
+        best: tuple[int, _Line] | None = None
+        for line in thread:
+            number = line.next(count, steps)
+            if number is not None and not waits[number] and (best is None or line.order < best[1].order):
+                best = number, line
+        return None if best is None else (self.ready[best[0]], *best)
 
     def _advance(self) -> None:
         """To the next end of a task."""
