@@ -17,7 +17,7 @@ from lohan.planning.retention import BlockTiers, KeptOperator, Retention
 from lohan.planning.tiers import Tier
 from lohan.streaming import kept_drive, kept_tiers
 from lohan.streaming.kept_drive import FILE
-from tests.engine.kept_runs import ATTENTION, BLOCKS, GATE, held_bytes, in_tier, one_loss, tiers_of
+from tests.engine.kept_runs import ATTENTION, GATE, held_bytes, in_tier, one_loss, tiers_of
 from tests.engine.reference import adamw, make_batches, make_llama, open_session
 from tests.engine.test_commits import fail_each_transfer
 from tests.engine.test_streaming import our_threads
@@ -63,12 +63,8 @@ def test_the_ledger_is_the_plans(precision, micro_batch_size, tmp_path):
     model = make_llama()
     rows = [4] if micro_batch_size == 4 else [3, 1] if micro_batch_size == 3 else [1] * 4
     width = 4 if precision is Precision.FP32 else 2
-    sizes = {
-        (label, block): [count * row for count in rows]
-        for label, row in ((ATTENTION, 16 * 64 * width + 4 * 16 * 4), (GATE, 16 * 160 * width))
-        for block in BLOCKS
-    }
-    inputs = {block: [count * 16 * 64 * width for count in rows] for block in BLOCKS}
+    sizes = {label: [count * row for count in rows] for label, row in ((ATTENTION, 16 * 64 * width + 4 * 16 * 4), (GATE, 16 * 160 * width))}
+    inputs = [count * 16 * 64 * width for count in rows]
     items = retention_items(MIXED, sizes, inputs)
     planned = {item.name: item.bytes for item in items[Tier.RAM]}
     with open_session(model, adamw(model), tmp_path, retention=MIXED, precision=precision, micro_batch_size=micro_batch_size) as session:
@@ -77,7 +73,7 @@ def test_the_ledger_is_the_plans(precision, micro_batch_size, tmp_path):
         assert held_bytes(session) == planned
         assert {item.name: item.bytes for item in items[Tier.SSD]} == {"kept activations": tiers_of(session).drive.size_bytes}
     assert planned["kept activations on their way"] == KEPT_STAGING_BUFFERS * max(
-        pages(size) for block, tier in ((1, GATE), (2, ATTENTION)) for size in sizes[tier, block]
+        pages(size) for label in (GATE, ATTENTION) for size in sizes[label]
     )
     kept_on_device = {item.name: item.bytes for item in items[Tier.GPU]}
     assert kept_on_device["kept activations"] == sum(sizes[ATTENTION, 0])

@@ -133,7 +133,7 @@ def test_inputs_of_blocks_leave_the_gpu_where_a_large_batch_needs_it():
     assert plan.grain == "block"
     assert moved == tuple(range(len(moved)))
     assert items(plan, Tier.GPU)["boundary activations"] == (33 - len(moved)) * each
-    assert items(plan, Tier.GPU)["activations on their way"] == 2 * each * plan.micro_batch_size // 64
+    assert items(plan, Tier.GPU)["kept activations on their way"] == 2 * each * plan.micro_batch_size // 64
     assert items(plan, Tier.RAM)["kept activations"] == len(moved) * each
     assert all(tier.used_bytes <= tier.capacity_bytes for tier in plan.tiers)
     on_drives = engine.model_copy(update={"activation_ram_bytes": 3 * each})

@@ -6,6 +6,7 @@ The items come from `lohan.planning.footprint`; what is chosen among settings is
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,7 @@ from lohan.planning.footprint import (
     place_states,
     state_items,
 )
-from lohan.planning.kept_footprint import KeptBytes, kept_items
+from lohan.planning.kept_footprint import retention_items
 from lohan.planning.plan import PlanItem, TierPlan
 from lohan.planning.retention import Retention
 from lohan.planning.retention_choice import place_inputs
@@ -126,22 +127,30 @@ class Fit:
             reserve += over + over // 4
         return retention
 
-    def kept_bytes(self, retention: Retention, micro_batch: int) -> KeptBytes:
-        """What a retention keeps of this batch."""
+    def kept_items(self, retention: Retention, micro_batch: int) -> Mapping[Tier, tuple[PlanItem, ...]]:
+        """What a retention keeps of this batch, by tier."""
+        if retention == NOTHING_KEPT:
+            return dict.fromkeys(Tier, ())
         batch, length, itemsize = self.training.batch_size, self.training.sequence_length, self.sizes.itemsize
+        whole, rest = divmod(batch, micro_batch)
+        rows = [micro_batch] * whole + [rest] * (rest > 0)
         kept = {operator.label for operator in retention.operators}
         outputs = {
-            operator.label: round(operator.output_elements.at(batch, length) * itemsize)
+            operator.label: [round(operator.output_elements.at(count, length) * itemsize) for count in rows]
             for operator in self.workload.operators
             if operator.label in kept
         }
-        return KeptBytes(retention, self.workload.blocks, outputs, self.boundary_bytes, micro_batch / batch)
+        return retention_items(retention, outputs, [count * length * self.sizes.hidden * itemsize for count in rows])
+
+    def kept_on_drives(self, retention: Retention, micro_batch: int) -> int:
+        """Bytes that every step writes to the drives and reads from them for activations."""
+        return sum(item.bytes for item in self.kept_items(retention, micro_batch)[Tier.SSD])
 
     def memory(self, micro_batch: int, kept_units: int, retention: Retention = NOTHING_KEPT) -> tuple[TierPlan, TierPlan]:
         """The GPU's and the host's plan; on the CPU the device's items are the host's."""
         training, engine = self.training, self.engine
-        kept = self.kept_bytes(retention, micro_batch)
-        device, host, _ = kept_items(kept)
+        kept = self.kept_items(retention, micro_batch)
+        boundaries = retention.boundaries
         on_device = (
             *device_items(
                 self.sizes,
@@ -149,11 +158,11 @@ class Fit:
                 training.sequence_length,
                 micro_batch,
                 kept_units,
-                moved_inputs=kept.moved_inputs,
+                moved_inputs=len(boundaries.ram_blocks) + len(boundaries.ssd_blocks),
             ),
-            *device,
+            *kept[Tier.GPU],
         )
-        on_host = (*host_items(self.sizes, self.placement, self.order, on_gpu=self.gpu is not None), *host)
+        on_host = (*host_items(self.sizes, self.placement, self.order, on_gpu=self.gpu is not None), *kept[Tier.RAM])
         host_bytes = max(0, self.hardware.ram.free_bytes - RAM_RESERVE_BYTES)
         if engine.host_memory_bytes is not None:
             host_bytes = min(host_bytes, engine.host_memory_bytes)
@@ -171,9 +180,9 @@ class Fit:
             TierPlan(tier=Tier.RAM, capacity_bytes=host_bytes, items=on_host),
         )
 
-    def drives(self, retention: Retention = NOTHING_KEPT) -> TierPlan:
+    def drives(self, retention: Retention = NOTHING_KEPT, micro_batch: int = 1) -> TierPlan:
         """What lies in the state directories."""
-        items = (*state_items(self.sizes, self.placement), *kept_items(self.kept_bytes(retention, 1))[2])
+        items = (*state_items(self.sizes, self.placement), *self.kept_items(retention, micro_batch)[Tier.SSD])
         return TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(self.hardware), items=items)
 
 

@@ -92,7 +92,7 @@ def make_plan(
     choice, foreseen, why_not = _choose_by_time(fit, profile, largest)
     if choice is not None:
         micro_batch, kept_units, retention = choice.micro_batch, choice.kept_units, choice.decision.retention
-    swapped = fit.kept_bytes(retention, micro_batch).total(Tier.SSD)
+    swapped = fit.kept_on_drives(retention, micro_batch)
     written_bytes = ssd_bytes_written(fit.placement) + swapped
     notes = plan_notes(fit, micro_batch, kept_units, grain_asked=engine.grain, forecast=foreseen, written_bytes=written_bytes)
     notes += why_not
@@ -117,7 +117,7 @@ def make_plan(
         schedule=str(engine.schedule),
         policy=str(engine.policy if choice is not None else ActivationPolicy.RECOMPUTE_ALL),
         retention=retention,
-        tiers=(*fit.memory(micro_batch, kept_units, retention), fit.drives(retention)),
+        tiers=(*fit.memory(micro_batch, kept_units, retention), fit.drives(retention, micro_batch)),
         durability=str(engine.durability),
         ssd_bytes_per_step=ssd_bytes_read(fit.sizes, fit.placement, kept_units) + swapped + written_bytes,
         ssd_bytes_written_per_step=written_bytes,
