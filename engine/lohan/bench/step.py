@@ -2,7 +2,7 @@
 
 Each setting runs in a process of its own (`step_worker`), whose memory peaks are its alone. A step's time is that from the end of one
 backward to the end of the next, in steps that follow each other without a wait, as in a run: what an update takes beyond its step shows in
-the next one's forward. Settings that differ in the schedule are compared: as many of them as the machine holds at once, in order, are set
+the next one's forward. Settings of one tier and batch are compared: as many of them as the machine holds at once, in order, are set
 up first and then take single steps in turns, each after one that does not count. What is left is measured after them, step after step, and
 the whole in as many rounds as wanted, every other one in the opposite order.
 """
@@ -23,8 +23,10 @@ from lohan.bench.step_disk import mixed_bytes_per_second
 from lohan.bench.step_options import StatesTier, StepOptions, StepSetting, StepTask
 from lohan.bench.step_plans import make_task, waves
 from lohan.bench.step_shapes import SHAPES, step_flops
+from lohan.config import ActivationPolicy
 from lohan.errors import LohanError
 from lohan.hardware.probe import probe
+from lohan.planning.kept_footprint import KEPT
 from lohan.planning.tiers import Tier
 
 KERNELS: Final = "eager"
@@ -100,7 +102,7 @@ class _Measurement:
 
 
 class _Comparison:
-    """Tasks that differ in the schedule, in waves that are set up together."""
+    """Tasks of one tier and batch, in waves that are set up together."""
 
     def __init__(self, groups: Sequence[Sequence[StepTask]], options: StepOptions, watcher: Watcher) -> None:
         self._groups = [[_Measurement(task) for task in wave] for wave in groups]
@@ -177,7 +179,7 @@ def _settings(options: StepOptions, setting: StepSetting) -> Record:
         "system": SYSTEM,
         "tuned": options.micro_batch is not None,
         "schedule": str(setting.schedule),
-        "policy": "recompute-all",
+        "policy": str(setting.policy if options.profiles is not None else ActivationPolicy.RECOMPUTE_ALL),
         "shape": str(options.shape),
         "parameters": shape.parameters,
         "batch": setting.batch,
@@ -192,6 +194,9 @@ def _settings(options: StepOptions, setting: StepSetting) -> Record:
         "device": options.device,
         "gpu_cap_bytes": options.gpu_cap_bytes,
         "host_cap_bytes": options.host_cap_bytes,
+        "activation_ram_bytes": options.activation_ram_bytes,
+        "swapped_activation_bytes": setting.swapped_bytes,
+        "gradient_buffers": str(options.gradient_buffers),
     }
 
 
@@ -203,7 +208,8 @@ def _record(
     options: StepOptions, measurement: _Measurement, block_peaks: dict[int, float], *, mixed: float | None, in_turns: bool
 ) -> Record:
     task = measurement.task
-    setting = StepSetting(task.engine.schedule, task.training.batch_size, task.tier)
+    engine, plan = task.engine, task.plan
+    setting = StepSetting(engine.schedule, task.training.batch_size, task.tier, engine.policy, engine.swapped_activation_bytes)
     if measurement.failure:
         return _skipped(options, setting, measurement.failure)
     results, steps = measurement.results, measurement.steps
@@ -212,7 +218,7 @@ def _record(
     read, written = (int(median([result[name] for result in results])) for name in ("bytes_read", "bytes_written"))
     tflops = step_flops(SHAPES[options.shape], setting.batch, options.sequence) / step_seconds / 1e12
     block_peak = block_peaks[results[0]["micro_batch"]]
-    on_gpu = bool(task.plan.tier(Tier.GPU).items)
+    on_gpu = bool(plan.tier(Tier.GPU).items)
 
     def peak(name: str) -> int | None:
         return max((result[name] for result in results if result[name] is not None), default=None)
@@ -229,18 +235,21 @@ def _record(
         "tflops": tflops,
         "block_peak_tflops": block_peak,
         "fraction_of_peak": tflops / block_peak,
-        "predicted_step_seconds": None,
+        "predicted_step_seconds": plan.forecast.step_seconds if plan.forecast is not None else None,
+        "predicted_binding": plan.forecast.binding if plan.forecast is not None else None,
         "gpu_peak_bytes": peak("gpu_peak_bytes"),
         "gpu_allocated_peak_bytes": peak("gpu_allocated_peak_bytes"),
         "gpu_context_bytes": peak("gpu_context_bytes"),
-        "plan_gpu_bytes": task.plan.tier(Tier.GPU).used_bytes if on_gpu else None,
+        "plan_gpu_bytes": plan.tier(Tier.GPU).used_bytes if on_gpu else None,
         "host_peak_bytes": peak("host_peak_bytes"),
-        "plan_host_bytes": task.plan.tier(Tier.RAM).used_bytes,
+        "plan_host_bytes": plan.tier(Tier.RAM).used_bytes,
         "bytes_read_per_step": read,
         "bytes_written_per_step": written,
         "disk_bytes_per_second": (read + written) / step_seconds if read + written else None,
         "disk_mixed_bytes_per_second": mixed,
-        "kept_units": task.plan.kept_units,
+        "kept_units": plan.kept_units,
+        "gradient_buffers": plan.gradient_buffers,
+        "kept_activation_bytes": {str(tier.tier): sum(item.bytes for item in tier.items if item.name == KEPT) for tier in plan.tiers},
         "busy": results[-1]["busy"],
         "waits": results[-1]["waits"],
     }

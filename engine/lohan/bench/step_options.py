@@ -11,7 +11,18 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lohan.bench.step_shapes import SHAPES, Shape, ShapeName
-from lohan.config import Clip, Durability, EngineSection, Precision, States, TrainingSection, UnsafeFilesystems, UpdateSchedule
+from lohan.config import (
+    ActivationPolicy,
+    Clip,
+    Durability,
+    EngineSection,
+    GradientBuffers,
+    Precision,
+    States,
+    TrainingSection,
+    UnsafeFilesystems,
+    UpdateSchedule,
+)
 from lohan.errors import ConfigError
 from lohan.hardware.probe import filesystem_type
 from lohan.planning.plan import Plan
@@ -22,7 +33,7 @@ DEFAULT_STEPS: Final = 3
 DEFAULT_WARMUP: Final = 1
 SETTING_FIELDS: Final = (
     *("system", "tuned", "schedule", "policy", "shape", "batch", "sequence", "precision", "states", "states_tier", "durability", "clip"),
-    *("kernels", "gpu_cap_bytes", "host_cap_bytes"),
+    *("kernels", "gpu_cap_bytes", "host_cap_bytes", "activation_ram_bytes", "swapped_activation_bytes", "gradient_buffers"),
 )
 """Records that agree in these are measurements of the same."""
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
@@ -81,7 +92,11 @@ class StepTask(BaseModel):
     @property
     def name(self) -> str:
         """As progress shows it."""
-        return f"{self.shape_name} {self.tier} batch {self.training.batch_size} {self.engine.schedule}"
+        swapped = self.engine.swapped_activation_bytes
+        parts = [str(self.shape_name), str(self.tier), f"batch {self.training.batch_size}", str(self.engine.schedule)]
+        parts += [self.plan.policy] if self.plan.forecast is not None else []
+        parts += [f"swapping {format_bytes(swapped)}"] if swapped is not None else []
+        return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,9 @@ class StepSetting:
     schedule: UpdateSchedule
     batch: int
     tier: StatesTier
+    policy: ActivationPolicy = ActivationPolicy.HOLISTIC
+    swapped_bytes: int | None = None
+    """Of activations, that leave the device whatever the plan would choose."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +136,14 @@ class StepOptions:
     micro_batch: int | None = None
     device: str = "auto"
     precision: Precision = Precision.BF16
+    profiles: Path | None = None
+    """Where `lohan profile` keeps what it measured of this machine and shape; None: plans without a forecast."""
+    policies: tuple[ActivationPolicy, ...] = (ActivationPolicy.HOLISTIC,)
+    swapped_bytes: tuple[int | None, ...] = (None,)
+    """Forced amounts of activations that leave the device; None lets the policy choose."""
+    activation_ram_bytes: int | None = None
+    """Host memory for activations at most."""
+    gradient_buffers: GradientBuffers = GradientBuffers.AUTO
     steps: int = DEFAULT_STEPS
     warmup: int = DEFAULT_WARMUP
     rounds: int = 1
@@ -138,6 +164,12 @@ class StepOptions:
         if self.micro_batch is not None and self.micro_batch > min(self.batches):
             raise ConfigError(
                 f"{self.micro_batch} is more than the smallest batch, {min(self.batches)}", place="--micro-batch", remedy="Give less."
+            )
+        if self.profiles is None and (self.policies != (ActivationPolicy.HOLISTIC,) or self.swapped_bytes != (None,)):
+            raise ConfigError(
+                "activations are decided about by what was measured of this machine",
+                place="--profiles",
+                remedy="Measure with `lohan profile MODEL`, and name the folder.",
             )
         self._check_states()
         self._check_folders()
@@ -169,8 +201,11 @@ class StepOptions:
 
     @property
     def settings(self) -> list[StepSetting]:
-        """All of them; those that differ in the schedule alone follow each other."""
-        return [StepSetting(schedule, batch, tier) for tier, batch, schedule in itertools.product(self.tiers, self.batches, self.schedules)]
+        """All of them; those of one tier and batch follow each other. Amounts are forced upon the policy `holistic` only."""
+        decisions = [(policy, None) for policy in self.policies if policy is not ActivationPolicy.HOLISTIC]
+        forced = [(ActivationPolicy.HOLISTIC, swapped) for swapped in self.swapped_bytes if ActivationPolicy.HOLISTIC in self.policies]
+        product = itertools.product(self.tiers, self.batches, self.schedules, [*forced, *decisions])
+        return [StepSetting(schedule, batch, tier, *decision) for tier, batch, schedule, decision in product]
 
     @property
     def state_kind(self) -> StateKind:
@@ -186,7 +221,10 @@ class StepOptions:
         """Of one setting."""
         if self.trace is None or len(self.settings) == 1:
             return self.trace
-        return self.trace.with_stem(f"{self.trace.stem}-{setting.tier}-{setting.batch}-{setting.schedule}")
+        parts = [self.trace.stem, setting.tier, setting.batch, setting.schedule]
+        parts += [setting.policy] if len(self.policies) > 1 else []
+        parts += [setting.swapped_bytes] if setting.swapped_bytes is not None else []
+        return self.trace.with_stem("-".join(map(str, parts)))
 
     @property
     def used_directories(self) -> tuple[Path, ...]:
@@ -233,6 +271,11 @@ class StepOptions:
                 gpu_memory_bytes=self.gpu_cap_bytes,
                 host_memory_bytes=self.host_cap_bytes,
                 schedule=setting.schedule,
+                profiles=self.profiles,
+                policy=setting.policy,
+                swapped_activation_bytes=setting.swapped_bytes,
+                activation_ram_bytes=self.activation_ram_bytes,
+                gradient_buffers=self.gradient_buffers,
             )
         except ValidationError as error:
             raise _named(error, {"device": "--device", "micro_batch_size": "--micro-batch"}) from error

@@ -11,6 +11,7 @@ from lohan.config import Durability, EngineSection, Precision, TrainingSection
 from lohan.errors import CapacityError
 from lohan.hardware.probe import HardwareFacts, StateDirectoryFacts
 from lohan.planning.fit import RAM_RESERVE_BYTES, SSD_RESERVE_BYTES
+from lohan.planning.machine import machine_profile
 from lohan.planning.planner import make_plan
 from lohan.planning.state_form import StateForm
 from lohan.planning.tiers import Tier
@@ -31,14 +32,15 @@ def make_task(options: StepOptions, setting: StepSetting, workload: Workload, ha
         hardware: with the setting's directories.
 
     Raises:
-        ConfigError: there is no such device.
-        CapacityError: it does not fit.
+        ConfigError: there is no such device, or the profile cannot be read.
+        CapacityError: it does not fit, or not with its policy.
     """
     training, engine = options.training(setting), options.engine(setting)
     exported = (2 if training.precision is Precision.BF16 else 4) * workload.parameters
     facts = _facts(hardware, setting, training, engine, workload.parameters, exported_bytes=exported)
     try:
-        plan = make_plan(workload, model_name=str(options.shape), training=training, engine=engine, hardware=facts)
+        profile = machine_profile(engine, hardware)
+        plan = make_plan(workload, model_name=str(options.shape), training=training, engine=engine, hardware=facts, profile=profile)
     except CapacityError as error:
         raise _without_export(error, exported) if error.place == _SSD_SPACE else error from None
     return StepTask(

@@ -12,7 +12,7 @@ import typer
 from lohan.bench.step_options import DEFAULT_STEPS, DEFAULT_WARMUP, SETTING_FIELDS, StateKind, StatesTier, StepOptions
 from lohan.bench.step_shapes import ShapeName
 from lohan.cli.measuring import errors_in_words, terminated_in_order
-from lohan.config import Clip, Durability, Precision, UpdateSchedule
+from lohan.config import ActivationPolicy, Clip, Durability, GradientBuffers, Precision, UpdateSchedule
 from lohan.errors import ConfigError
 from lohan.hardware.transfers import Engine, Operation
 from lohan.training.tracing import check_writable
@@ -89,6 +89,23 @@ def io(
         _bench("io", lambda watcher: run(options, watcher), as_json=as_json, output=output, directories=options.directories)
 
 
+StateFolders = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FOLDER", envvar="LOHAN_STATE_DIRS", help="For states on disk; again for more drives. Unset: this folder."),
+]
+ProfileFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Plan by what `lohan profile` measured, and record the forecast. Unset: plans without one."),
+]
+Swaps = Annotated[
+    list[str] | None, typer.Option(metavar="BYTES", help="Of activations, that leave the GPU with policy holistic; may be repeated.")
+]
+TraceFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write each setting's last step for ui.perfetto.dev; names are joined to FILE.")
+]
+Append = Annotated[bool, typer.Option("--append", help="Join the records to those that --output holds, replacing equal settings.")]
+
+
 def step(
     shape: Annotated[ShapeName, typer.Option(help="Which Llama.")] = ShapeName.LLAMA_3_43B,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a step; may be repeated. Unset: 8.")] = None,
@@ -96,10 +113,7 @@ def step(
     schedule: Annotated[list[UpdateSchedule] | None, typer.Option(help="When updates run; may be repeated. Unset: all.")] = None,
     states: Annotated[StateKind | None, typer.Option(help="Unset: split in bf16, fp32 in fp32.")] = None,
     states_tier: Annotated[list[StatesTier] | None, typer.Option(help="Where the states lie; may be repeated. Unset: ram.")] = None,
-    directory: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FOLDER", envvar="LOHAN_STATE_DIRS", help="For states on disk; again for more drives. Unset: this folder."),
-    ] = None,
+    directory: StateFolders = None,
     tmpfs_directory: Annotated[Path, typer.Option(metavar="FOLDER", help="For states on a tmpfs.")] = Path("/dev/shm"),  # noqa: S108
     durability: Annotated[Durability, typer.Option(help="What a run could be resumed from.")] = Durability.NONE,
     clip: Annotated[Clip, typer.Option(help="What is done about large gradients.")] = Clip.NONE,
@@ -107,24 +121,24 @@ def step(
     gpu_cap: Annotated[str | None, typer.Option(metavar="BYTES", help="Of the GPU's memory, for plan and allocator. Unset: all.")] = None,
     host_cap: Annotated[str | None, typer.Option(metavar="BYTES", help="Of host memory, states in RAM included. Unset: all.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once in a block. Unset: the plan's.")] = None,
+    profiles: ProfileFolder = None,
+    policy: Annotated[list[ActivationPolicy] | None, typer.Option(help="What decides about activations; may be repeated.")] = None,
+    swap: Swaps = None,
+    activation_ram: Annotated[str | None, typer.Option(metavar="BYTES", help="Of host memory, for activations. Unset: all.")] = None,
+    gradient_buffers: Annotated[GradientBuffers, typer.Option(help="Host memory for gradients that wait.")] = GradientBuffers.AUTO,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a setting in a round.")] = DEFAULT_STEPS,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = DEFAULT_WARMUP,
     rounds: Annotated[int, typer.Option(min=1, help="How often settings that do not fit together are set up.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or a GPU's UUID.")] = "auto",
     precision: Annotated[Precision, typer.Option(help="What the device computes in.")] = Precision.BF16,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write each setting's last step for ui.perfetto.dev; names are joined to FILE.")
-    ] = None,
+    trace: TraceFile = None,
     as_json: AsJson = False,
     output: Output = None,
-    append: Annotated[
-        bool, typer.Option("--append", help="Join the records to those that --output holds, replacing equal settings.")
-    ] = False,
+    append: Append = False,
 ) -> None:
     """Time whole training steps of a randomly initialised Llama on random tokens, the update schedules beside each other."""
     with errors_in_words():
-        if append and output is None:
-            raise ConfigError("there is no file to append to", place="--append", remedy="Give --output FILE.")
+        _check_files(output, trace, append=append)
         options = StepOptions(
             shape=shape,
             batches=tuple(dict.fromkeys(batch or [8])),
@@ -142,13 +156,16 @@ def step(
             micro_batch=micro_batch,
             device=device,
             precision=precision,
+            profiles=None if profiles is None else profiles.absolute(),
+            policies=tuple(dict.fromkeys(policy or [ActivationPolicy.HOLISTIC])),
+            swapped_bytes=tuple(dict.fromkeys(_bytes(size, "--swap") for size in swap)) if swap else (None,),
+            activation_ram_bytes=None if activation_ram is None else _bytes(activation_ram, "--activation-ram"),
+            gradient_buffers=gradient_buffers,
             steps=steps,
             warmup=warmup,
             rounds=rounds,
             trace=None if trace is None else trace.absolute(),
         )
-        if trace is not None:
-            check_writable(trace)
         from lohan.bench.step import run
 
         _bench(
@@ -159,6 +176,13 @@ def step(
             directories=options.used_directories,
             append=append,
         )
+
+
+def _check_files(output: Path | None, trace: Path | None, *, append: bool) -> None:
+    if append and output is None:
+        raise ConfigError("there is no file to append to", place="--append", remedy="Give --output FILE.")
+    if trace is not None:
+        check_writable(trace)
 
 
 def _bench(

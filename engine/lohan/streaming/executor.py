@@ -356,13 +356,7 @@ def init(
     """
     _check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
     micro_batch_size, slots, kept_units = _choose(micro_batch_size, slots, kept_units, batch_size, plan)
-    rules = UpdateRules(
-        _member(UpdateSchedule, schedule, "schedule"),
-        _member(Clip, clip, "clip"),
-        max_gradient_norm,
-        _member(ClipUpdate, clip_updates, "clip_updates"),
-        _choose_gradient_buffers(_member(GradientBuffers, gradient_buffers, "gradient_buffers"), plan),
-    )
+    rules = _choose_rules(schedule, clip, max_gradient_norm, clip_updates, gradient_buffers, plan)
     torch_device = resolve_device(device)
     grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
     units = find_units(model, grain)
@@ -452,11 +446,20 @@ def _choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:
     return UnitGrain(plan.grain) if plan is not None else UnitGrain.BLOCK
 
 
-def _choose_gradient_buffers(buffers: GradientBuffers, plan: Plan | None) -> GradientBuffers:
-    """What was asked for, else the plan's, else few."""
-    if buffers is not GradientBuffers.AUTO:
-        return buffers
-    return GradientBuffers(plan.gradient_buffers) if plan is not None else GradientBuffers.FEW
+def _choose_rules(
+    schedule: str, clip: str, max_gradient_norm: float, clip_updates: str, gradient_buffers: str, plan: Plan | None
+) -> UpdateRules:
+    """What was asked for, with the plan's gradient buffers, or few, where that is left open."""
+    buffers = _member(GradientBuffers, gradient_buffers, "gradient_buffers")
+    if buffers is GradientBuffers.AUTO:
+        buffers = GradientBuffers(plan.gradient_buffers) if plan is not None else GradientBuffers.FEW
+    return UpdateRules(
+        _member(UpdateSchedule, schedule, "schedule"),
+        _member(Clip, clip, "clip"),
+        max_gradient_norm,
+        _member(ClipUpdate, clip_updates, "clip_updates"),
+        buffers,
+    )
 
 
 def _member(kind: type[_Kind], value: str, name: str) -> _Kind:

@@ -12,11 +12,9 @@ from typing import Any
 from lohan.config import EngineSection, RunConfig, TrainingSection, UnitGrain
 from lohan.errors import CapacityError
 from lohan.hardware.probe import HardwareFacts, occupied_bytes, probe
-from lohan.hardware.profile import HardwareProfile
-from lohan.hardware.profile_files import facts_of_device, load_profile
 from lohan.models.blocks import trace_workload
 from lohan.models.load import load_config
-from lohan.planning.fit import choose_gpu
+from lohan.planning.machine import machine_profile
 from lohan.planning.plan import Plan
 from lohan.planning.planner import make_plan
 from lohan.states.record import FOLDER
@@ -52,7 +50,7 @@ def plan_run(
         model_name=config.model.path.name,
         training=config.training,
         hardware=hardware,
-        profile=_profile(engine, hardware),
+        profile=machine_profile(engine, hardware),
     )
     if micro_batch_size is not None and engine.micro_batch_size is None:
         with suppress(CapacityError):
@@ -69,16 +67,8 @@ def plan_model(model: Path, training: TrainingSection, engine: EngineSection, di
     """
     workload = trace_workload(load_config(model))
     hardware = probe(directories)
-    profile = _profile(engine, hardware)
+    profile = machine_profile(engine, hardware)
     return make_plan(workload, model_name=model.name, training=training, engine=engine, hardware=hardware, profile=profile)
-
-
-def _profile(engine: EngineSection, hardware: HardwareFacts) -> HardwareProfile | None:
-    """What was measured of this machine with the run's device; None where nothing was."""
-    if engine.profiles is None:
-        return None
-    gpu = choose_gpu(engine, hardware)
-    return load_profile(engine.profiles, facts_of_device(hardware, gpu.uuid if gpu is not None else None))
 
 
 def _with_own_states(hardware: HardwareFacts, directories: Sequence[Path]) -> HardwareFacts:
