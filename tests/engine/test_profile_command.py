@@ -185,7 +185,7 @@ def command(folder: Path, *arguments: str) -> list[str]:
 def test_a_quick_profile_of_this_machine(tmp_path):
     done = subprocess.run(command(tmp_path, "--quick"), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    for name in ("host memory, copied", "state directories, half and half", "matrix product", "AdamW, states split-8bit", "commit"):
+    for name in ("host memory copy", "state directories half read", "matrix product", "AdamW on split-8bit states", "commit"):
         assert name in done.stdout
     assert "state directories, about" in done.stderr
     profile = load_profile(tmp_path / "profiles", cpu_facts(tmp_path))
@@ -211,12 +211,14 @@ def test_a_terminated_measurement_leaves_no_file(tmp_path):
 
 
 def test_the_table_shows_figures_with_their_spread(capsys):
-    profile = machine_profile(machine_facts(), ssd_read=figure(6e9).model_copy(update={"spread": 0.9}))
+    profile = machine_profile(
+        machine_facts(), blocks=(block_times(backward_seconds=figure(1.25)),), ssd_read=figure(6e9).model_copy(update={"spread": 0.9})
+    )
     print_profile(profile, is_new=False)
     shown = capsys.readouterr().out
-    for text in ("25 GB/s", "150 TFLOPS", "2.0 B parameters/s", "2 ms", "90%", "10 ms", "20 ms", "Measured 2026-11-30T12:00:00+00:00"):
+    for text in ("25 GB/s", "150 TFLOPS", "2.0 B parameters/s", "2 ms", "90%", "10 ms", "1.25 s", "Measured 2026-11-30T12:00:00+00:00"):
         assert text in shown
-    assert "Repetitions lie far apart in: state directories, read." in shown
+    assert "Repetitions lie far apart in: state directories read." in shown
     assert "Not measured" not in shown
 
 

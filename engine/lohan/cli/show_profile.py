@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _RATES = (
     ("host to GPU", "host_to_device"),
     ("GPU to host", "device_to_host"),
-    ("both ways at once, each", "both_ways"),
-    ("device memory, copied", "device_memory"),
-    ("host memory, copied", "host_memory"),
-    ("state directories, read", "ssd_read"),
-    ("state directories, written", "ssd_write"),
-    ("state directories, half and half", "ssd_mixed"),
+    ("each way while both go on", "both_ways"),
+    ("device memory copy", "device_memory"),
+    ("host memory copy", "host_memory"),
+    ("state directories read", "ssd_read"),
+    ("state directories written", "ssd_write"),
+    ("state directories half read half written", "ssd_mixed"),
     ("gradient norm", "gradient_norm"),
     ("checksum", "checksum"),
 )
@@ -92,15 +92,14 @@ def print_profile(profile: HardwareProfile, *, is_new: bool, models: Mapping[str
     console.print(_machine_table(profile))
     if profile.blocks:
         console.print(_block_table(profile, models))
-    missing = [name for name, field in (*_RATES, ("commit", "commit_seconds")) if getattr(profile, field) is None]
+    figures = list(_figures(profile))
+    missing = [name for name, figure, _ in figures if figure is None]
     if missing:
         console.print(f"Not measured: {', '.join(missing)}.", markup=False)
-    unsteady = [name for name, field in _RATES if (figure := getattr(profile, field)) is not None and figure.spread > _UNSTEADY]
+    unsteady = [name for name, figure, _ in figures if figure is not None and figure.spread > _UNSTEADY]
     if unsteady:
-        console.print(
-            f"Repetitions lie far apart in: {', '.join(unsteady)}. Something else was at work; `--again` measures once it is done.",
-            markup=False,
-        )
+        told = f"Repetitions lie far apart in: {', '.join(unsteady)}."
+        _print_plain(console, f"{told} Something else was at work; `--again` measures once it is done.")
     when = "just now" if is_new else profile.date
     _print_plain(console, f"Measured {when}, {'and kept' if is_new else '`--again` measures anew'}: {profile.fingerprint[:12]}.")
 
@@ -109,29 +108,31 @@ def _print_plain(console: Console, text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
+def _figures(profile: HardwareProfile) -> Iterator[tuple[str, Measured | None, str]]:
+    """Name, figure, and its median in words."""
+    for name, field in _RATES:
+        figure: Measured | None = getattr(profile, field)
+        yield name, figure, "" if figure is None else f"{figure.value / 1e9:.3g} GB/s"
+    matmul = profile.matmul_flops_per_second
+    yield "matrix product", matmul, f"{matmul.value / 1e12:.3g} TFLOPS"
+    for update in profile.updates:
+        rate = update.elements_per_second
+        yield f"AdamW on {update.form} states", rate, f"{format_count(round(rate.value))} parameters/s"
+    commit = profile.commit_seconds
+    yield "commit", commit, "" if commit is None else _seconds(commit)
+
+
 def _machine_table(profile: HardwareProfile) -> Table:
     from rich.table import Table
 
-    table = Table(title=profile.device, title_justify="left")
+    threads = f", {profile.updates[0].threads} CPU threads" if profile.updates else ""
+    table = Table(title=f"{profile.device}{threads}", title_justify="left")
     table.add_column("what")
     for name in ("median", "spread", "repetitions"):
         table.add_column(name, justify="right")
-
-    def add(name: str, figure: Measured | None, text: str) -> None:
+    for name, figure, text in _figures(profile):
         if figure is not None:
             table.add_row(name, text, f"{figure.spread:.0%}", str(figure.repetitions))
-
-    for name, field in _RATES:
-        figure: Measured | None = getattr(profile, field)
-        if figure is not None:
-            add(name, figure, f"{figure.value / 1e9:.3g} GB/s")
-    matmul = profile.matmul_flops_per_second
-    add("matrix product", matmul, f"{matmul.value / 1e12:.3g} TFLOPS")
-    for update in profile.updates:
-        rate = update.elements_per_second
-        add(f"AdamW, states {update.form}, {update.threads} threads", rate, f"{format_count(round(rate.value))} parameters/s")
-    if profile.commit_seconds is not None:
-        add("commit", profile.commit_seconds, f"{1e3 * profile.commit_seconds.value:.3g} ms")
     return table
 
 
@@ -151,13 +152,13 @@ def _block_table(profile: HardwareProfile, models: Mapping[str, str]) -> Table:
             block.precision,
             str(block.rows),
             str(block.sequence_length),
-            _milliseconds(block.forward_seconds),
-            _milliseconds(block.backward_seconds),
+            _seconds(block.forward_seconds),
+            _seconds(block.backward_seconds),
             f"{max(block.forward_seconds.spread, block.backward_seconds.spread):.0%}",
-            "-" if head is None else _milliseconds(head),
+            "-" if head is None else _seconds(head),
         )
     return table
 
 
-def _milliseconds(figure: Measured) -> str:
-    return f"{1e3 * figure.value:.3g} ms"
+def _seconds(figure: Measured) -> str:
+    return f"{figure.value:.3g} s" if figure.value >= 1 else f"{1e3 * figure.value:.3g} ms"

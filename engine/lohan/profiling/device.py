@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 _LEAST_COPY_BYTES = 4 * MIB
 _PART_OF_FREE_MEMORY = 8
 _LEAST_MATRIX_SIDE = 256
+# What is over sooner is repeated: a launch takes microseconds, and clocks settle within milliseconds.
+_LEAST_GPU_SECONDS = 0.02
+_LEAST_MILLISECONDS = 1e-3
 
 _Copy = tuple[Any, torch.Tensor, torch.Tensor]
 """Stream, target, source."""
@@ -42,8 +46,8 @@ def measure_copies(device: torch.device, effort: Effort, *, free_host_bytes: int
         to_device = (make_stream(device), on_device[0], pinned[0])
         to_host = (make_stream(device), pinned[1], on_device[1])
         torch.cuda.synchronize(device)
-        one_way = [rate(size_bytes, partial(_copy_seconds, [copy]), effort) for copy in (to_device, to_host)]
-        both = rate(size_bytes, lambda: _copy_seconds([to_device, to_host]), effort)
+        one_way = [rate(size_bytes, partial(_copy_seconds, [copy]), effort, on_gpu=True) for copy in (to_device, to_host)]
+        both = rate(size_bytes, partial(_copy_seconds, [to_device, to_host]), effort, on_gpu=True)
     return one_way[0], one_way[1], both
 
 
@@ -56,7 +60,7 @@ def measure_device_memory(device: torch.device, effort: Effort) -> Measured:
     size_bytes = _copy_bytes(effort, _free_bytes(device))
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return rate(2 * size_bytes, device_timed(lambda: target.copy_(source), device), effort)
+    return _device_rate(2 * size_bytes, lambda: target.copy_(source), device, effort)
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype, effort: Effort, *, free_bytes: int | None = None) -> Measured:
@@ -78,24 +82,28 @@ def measure_matmul(device: torch.device, dtype: torch.dtype, effort: Effort, *, 
     # Numbers as in training: products of zeros take less power, and a GPU that is not held back by it is faster.
     left, right = (torch.randn(side, side, dtype=dtype, device=device, generator=generator) for _ in range(2))
     product = torch.empty_like(left)
-    return rate(2 * side**3, device_timed(lambda: torch.mm(left, right, out=product), device), effort)
+    return _device_rate(2 * side**3, lambda: torch.mm(left, right, out=product), device, effort)
 
 
-def device_timed(work: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """`work`, which keeps the device busy, as a call that returns its seconds: on a GPU those of the GPU's own clock."""
+def _device_rate(amount: float, work: Callable[[], object], device: torch.device, effort: Effort) -> Measured:
+    """How much a second `work` does, which keeps the device busy and does `amount`: on a GPU by the GPU's own clock."""
     if device.type != "cuda":
-        return timed(work)
+        return rate(amount, timed(work), effort)
+    _gpu_seconds(work, device, 1)
+    times = max(1, math.ceil(_LEAST_GPU_SECONDS / _gpu_seconds(work, device, 1)))
+    return rate(amount * times, lambda: _gpu_seconds(work, device, times), effort, on_gpu=True)
 
-    def call() -> float:
-        with torch.cuda.device(device):
-            begin, end = _timing_event(), _timing_event()
-            begin.record()
+
+def _gpu_seconds(work: Callable[[], object], device: torch.device, times: int) -> float:
+    """Seconds between two events around so many calls."""
+    with torch.cuda.device(device):
+        begin, end = _timing_event(), _timing_event()
+        begin.record()
+        for _ in range(times):
             work()
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 1e3
-
-    return call
+        end.record()
+        end.synchronize()
+        return max(float(begin.elapsed_time(end)), _LEAST_MILLISECONDS) / 1e3
 
 
 def _copy_seconds(copies: Sequence[_Copy]) -> float:

@@ -66,34 +66,36 @@ def measure_model(
     begin = time.monotonic()
     seconds_per_row = _known_seconds_per_row(profile, workload.digest, length, precision, repetitions)
     for rows in rows_list:
-        meter.begin(f"a block and the head, {rows} x {length} tokens")
+        shape = f"{rows} x {length} tokens"
         reason = "" if device.type == "cuda" else _too_large_for_host(workload, rows, length, precision)
         expected = seconds_per_row * rows
-        if expected and most_seconds is not None and time.monotonic() - begin + expected > most_seconds:
+        if not reason and expected and most_seconds is not None and time.monotonic() - begin + expected > most_seconds:
             reason = f"it would take about {format_duration(expected)}; `--rows {rows}` measures it"
-        if not reason:
-            started = time.monotonic()
-            try:
-                times = measure_block(
-                    config,
-                    rows=rows,
-                    length=length,
-                    precision=precision,
-                    device=device,
-                    kernels=kernels,
-                    repetitions=repetitions,
-                    on_progress=meter.advance,
-                )
-                measured.append(times)
-                seconds_per_row = (time.monotonic() - started) / rows
-            except torch.OutOfMemoryError:
-                reason = f"it does not fit into the memory of {profile.device}"
-            except RuntimeError as error:
-                reason = f"the block cannot be computed by itself ({str(error).strip().partition(chr(10))[0]})"
+        if reason:
+            meter.leave_out(f"Not measured: {shape}: {reason}.")
+            continue
+        meter.begin(f"a block and the head, {shape}")
+        started = time.monotonic()
+        try:
+            times = measure_block(
+                config,
+                rows=rows,
+                length=length,
+                precision=precision,
+                device=device,
+                kernels=kernels,
+                repetitions=repetitions,
+                on_progress=meter.advance,
+            )
+            measured.append(times)
+            seconds_per_row = (time.monotonic() - started) / rows
+        except torch.OutOfMemoryError:
+            meter.note(f"Not measured: {shape}: it does not fit into the memory of {profile.device}.")
+        except RuntimeError as error:
+            first_line = str(error).strip().partition("\n")[0]
+            meter.note(f"Not measured: {shape}: the block cannot be computed by itself ({first_line}).")
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if reason:
-            meter.note(f"Not measured: {rows} x {length} tokens: {reason}.")
         meter.end()
     return with_blocks(profile, measured)
 

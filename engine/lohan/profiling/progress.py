@@ -56,6 +56,12 @@ class Meter:
             self._what = ""
             self._tell()
 
+    def leave_out(self, sentence: str) -> None:
+        """The next stage is not begun: a note says why, and its time is no longer waited for."""
+        self._expected[self._ended] = 0.0
+        self.note(sentence)
+        self.end()
+
     def note(self, sentence: str) -> None:
         self._tell(sentence)
 
@@ -73,5 +79,6 @@ class Meter:
 
     def _tell(self, note: str = "") -> None:
         if self._on_progress is not None:
-            fraction = self._done / sum(self._expected) if self._expected else 1.0
+            total = sum(self._expected)
+            fraction = self._done / total if total else 1.0
             self._on_progress(ProfileProgress(self._what, fraction, self._seconds_left(), note))

@@ -15,6 +15,7 @@ from lohan.units import MIB
 # next on the same cores took 15.8 ms instead of 12.4 on two of them.
 PAUSE_SECONDS: Final = 0.02
 _MOST_REPETITIONS: Final = 25
+_GPU_WARM_UP_FRACTION: Final = 0.5
 # No clock here tells less apart.
 _LEAST_SECONDS: Final = 1e-9
 
@@ -54,13 +55,22 @@ def timed(work: Callable[[], object]) -> Callable[[], float]:
     return call
 
 
-def repeated(call: Callable[[], float], effort: Effort) -> list[float]:
-    """The seconds that `call` returns, time after time, behind a warm-up that does not count."""
+def repeated(call: Callable[[], float], effort: Effort, *, on_gpu: bool = False) -> list[float]:
+    """The seconds that `call` returns, time after time, behind a warm-up that does not count.
+
+    Args:
+        on_gpu: whether a GPU is what is busy: it is warmed up for a while, since clocks and link rise only under load, and then kept busy
+            as a run keeps it.
+    """
+    warm = time.monotonic() + (effort.seconds * _GPU_WARM_UP_FRACTION if on_gpu else 0.0)
     call()
+    while on_gpu and time.monotonic() < warm:
+        call()
     seconds: list[float] = []
     end = time.monotonic() + effort.seconds
     while len(seconds) < effort.repetitions or (time.monotonic() < end and len(seconds) < _MOST_REPETITIONS):
-        time.sleep(PAUSE_SECONDS)
+        if not on_gpu:
+            time.sleep(PAUSE_SECONDS)
         seconds.append(max(call(), _LEAST_SECONDS))
     return seconds
 
@@ -71,6 +81,6 @@ def summary(values: Sequence[float]) -> Measured:
     return Measured(value=median, spread=(max(values) - min(values)) / median, repetitions=len(values))
 
 
-def rate(amount: float, call: Callable[[], float], effort: Effort) -> Measured:
-    """How much a second `call` does, which does `amount` each time and returns its seconds."""
-    return summary([amount / seconds for seconds in repeated(call, effort)])
+def rate(amount: float, call: Callable[[], float], effort: Effort, *, on_gpu: bool = False) -> Measured:
+    """How much a second `call` does, which does `amount` each time and returns its seconds; see `repeated`."""
+    return summary([amount / seconds for seconds in repeated(call, effort, on_gpu=on_gpu)])
