@@ -15,6 +15,7 @@ from types import MappingProxyType
 from lohan.config import Durability, GradientBuffers
 from lohan.planning.access import AccessOrder, Load, Phase, SlotWalk
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS, HOST_STAGING_BUFFERS
+from lohan.planning.kept_operations import KeptMoves, KeptShape, Move
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.slots import SlotSizes
 from lohan.planning.state_form import StateForm
@@ -168,6 +169,8 @@ class StepShape:
     durability: Durability = Durability.NONE
     device: Tier = Tier.GPU
     """Where slots lie: `Tier.GPU`, or `Tier.RAM` where the CPU computes and chunks are read from the drive into their slot."""
+    kept: Mapping[int, tuple[KeptShape, ...]] = field(default_factory=dict)
+    """What is kept of units' activations and leaves the device, by unit."""
 
     @property
     def itemsize(self) -> int:
@@ -275,6 +278,10 @@ class _Step:
     """Units in the order in which their gradients leave the device."""
     jobs: list[_Job] = field(default_factory=list)
     jobs_of: dict[int, list[_Job]] = field(default_factory=dict)
+    kept: KeptMoves = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = KeptMoves(self.shape.kept, self._add_move)
 
     def build(self) -> tuple[Operation, ...]:
         shape, trainable = self.shape, frozenset(self.shape.trainable)
@@ -282,7 +289,9 @@ class _Step:
         for visit, regions in zip(shape.visits, numbers, strict=True):
             slot = self._use(visit.unit, Phase.FORWARD)
             for region in regions:
+                before = self.compute
                 self._compute(OperationKind.FORWARD, visit.unit, region, slot)
+                self.compute += self.kept.send(visit.unit, region, before)
         reached = list(zip(shape.visits, numbers, strict=True))[first_with_backward(shape.visits, trainable) :]
         backward = [(visit, regions) for visit, regions in reached if visit.recompute is not Recompute.ELSEWHERE]
         while backward:
@@ -290,7 +299,7 @@ class _Step:
             reads_weights = visit.recompute is Recompute.ALL
             backward_slot = self._use(visit.unit, Phase.BACKWARD) if reads_weights else None
             for region in reversed(regions):
-                self._compute(OperationKind.BACKWARD, visit.unit, region, backward_slot)
+                self._compute_again(visit.unit, region, backward_slot)
                 if visit.unit in trainable:
                     self.compute = (self._add(Operation(OperationKind.GRADIENT_SUM, visit.unit, micro_batch=region), self.compute),)
             if visit.unit in trainable and all(visit.unit != other.unit for other, _ in backward):
@@ -315,6 +324,9 @@ class _Step:
             counts[visit.unit] = first + visit.regions
             numbers.append(range(first, first + visit.regions))
         return numbers
+
+    def _add_move(self, move: Move, unit: int, place: int, region: int, size_bytes: int, after: tuple[int, ...]) -> int:
+        return self._add(Operation(OperationKind(move), unit, place, region, size_bytes), after)
 
     def _add(self, operation: Operation, after: tuple[int, ...]) -> int:
         self.operations.append(replace(operation, after=tuple(sorted(set(after)))))
@@ -364,6 +376,13 @@ class _Step:
         held = self.slots.setdefault(slot, _Slot()) if slot is not None else _Slot()
         self.compute = (self._add(Operation(kind, unit, micro_batch=region, slot=slot), self.compute + held.ready),)
         held.last_use = self.compute
+
+    def _compute_again(self, unit: int, region: int, slot: int | None) -> None:
+        """A region's backward; `slot` is None where it recomputes nothing."""
+        if slot is not None:
+            self.compute += self.kept.bring(unit, region, self.compute)
+        self._compute(OperationKind.BACKWARD, unit, region, slot)
+        self.compute += self.kept.finish(unit, region)
 
     def _send_gradients(self, unit: int) -> None:
         """The unit's last region is done."""

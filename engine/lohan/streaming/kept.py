@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lohan.errors import EngineError
 from lohan.models.operators import BlockOperators, draws_random_numbers
 from lohan.planning.footprint import KEPT_REGIONS_AHEAD
+from lohan.planning.kept_operations import KeptShape
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind
 from lohan.streaming.device import Event
@@ -264,6 +265,7 @@ class KeptActivations:
         """Of regions that are gone, to be released."""
         self._regions: list[weakref.ref[RegionOutputs]] = []  # of which something leaves the device, as they have run
         self._forward = 0
+        self._sizes: dict[tuple[int, int], dict[int, int]] = {}  # by unit and place among what is kept of it, and region
 
     def attach(self, blocks: Mapping[int, nn.Module]) -> None:
         """Follow the modules of the blocks, by unit, of which operators' outputs are kept."""
@@ -310,6 +312,9 @@ class KeptActivations:
             Event(self._device),
         )
         region.outputs[label] = output
+        if output.tier is not Tier.GPU:
+            sizes = self._sizes.setdefault((region.unit, output.place), {})
+            sizes[region.number] = max(packed.bytes, sizes.get(region.number, 0))
         now, most = region.room
         self.tiers.keep(output, room_for(packed.bytes, now, most))
 
@@ -342,6 +347,18 @@ class KeptActivations:
             if self._regions[place]() is region:
                 del self._regions[place]
                 return
+
+    def shapes(self) -> dict[int, tuple[KeptShape, ...]]:
+        """What leaves the device, by unit, as far as forwards have shown: at its largest."""
+        found: dict[int, tuple[KeptShape, ...]] = {}
+        for (unit, place), sizes in self._sizes.items():  # in the order in which they came
+            decision = self.decisions[unit]
+            is_input = place == len(decision.operators)
+            tier = decision.boundary if is_input else list(decision.operators.values())[place]
+            assert tier is not None, "it has left the device"
+            shape = KeptShape(place, tier, tuple(sizes[number] for number in sorted(sizes)), is_input)
+            found[unit] = (*found.get(unit, ()), shape)
+        return found
 
     def close(self) -> None:
         """Take the hooks away, and give all memory and the file back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,7 +148,7 @@ class Stages:
                 load(self.states)
                 self.states.commit(0, {})
             self._shape, self._rules = _shape(layouts, visits, self.states, slots, device), rules
-            self.operations = step_operations(self._shape, rules.order)
+            self._operations = step_operations(self._shape, rules.order)
             self.stream = self._make_stream(layouts, slots, debug)
             stack.callback(self.stream.close)
             self.offload = GradientOffload(
@@ -179,7 +179,7 @@ class Stages:
             self.arena,
             self.pending,
             self.failure,
-            access_order(self.operations),
+            access_order(self._operations),
             device=self.device,
             dtype=working_dtype(self.precision),
             slots=slots,
@@ -214,13 +214,22 @@ class Stages:
             chunk_elements=max(chunk.length for layout in layouts for chunk in layout.chunks if chunk.trainable),
             threads=threads,
             can_roll_back=self.states.durability is Durability.STEP,
-            sequence=UpdateSequence(self.operations),
+            sequence=UpdateSequence(self._operations),
             trace=self.trace,
         )
 
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """A step as it is scheduled; what moves of kept activations is in it once a forward has shown how large it is."""
+        return self._operations if self.kept is None else step_operations(self._shape_with(self.kept), self._rules.order)
+
     def speculated_operations(self) -> tuple[Operation, ...]:
         """A step that is speculated, and stands."""
-        return step_operations(self._shape, speculated_order(self._rules.schedule))
+        shape = self._shape if self.kept is None else self._shape_with(self.kept)
+        return step_operations(shape, speculated_order(self._rules.schedule))
+
+    def _shape_with(self, kept: KeptActivations) -> StepShape:
+        return replace(self._shape, kept=kept.shapes())
 
     @property
     def resumed_step(self) -> int:
