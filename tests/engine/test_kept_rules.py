@@ -60,6 +60,25 @@ def test_hooks_are_taken_away_with_the_session(tmp_path):
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
+class Changing(nn.Module):
+    """Another operator each time it is called."""
+
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return hidden * 2 if self.calls % 2 else (hidden.unsqueeze(0) * 2).squeeze(0)
+
+
+def test_a_recomputation_that_takes_another_way_is_found(tmp_path):
+    """What is returned in place of an operator must be that operator's."""
+    model = make_llama()
+    model.model.layers[1].mlp.act_fn = Changing()
+    options = {"retention": in_tier("gpu", ["mlp.act_fn:mul#0"], blocks=(1,)), "micro_batch_size": 4}
+    with pytest.raises(EngineError, match=r"calls mlp\.act_fn:mul#0 otherwise"), open_session(model, adamw(model), tmp_path, **options):
+        one_loss(model).backward()
+
+
 # ---------------------------------------------------------------- what cannot be kept
 @pytest.mark.parametrize(
     ("label", "reason"),

@@ -29,7 +29,7 @@ from lohan.streaming.activations import micro_batch_sizes
 from lohan.streaming.clipping import StepStatistics, UpdateRules
 from lohan.streaming.device import resolve_device
 from lohan.streaming.hyperparameters import StepCounts
-from lohan.streaming.kept import Limits, block_decisions
+from lohan.streaming.kept_decisions import Limits, block_decisions
 from lohan.streaming.parameters import DebugMode
 from lohan.streaming.regions import RegionRunner, UnitRuntime
 from lohan.streaming.stages import Stages, StateOptions, working_dtype

@@ -11,86 +11,30 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lohan.errors import EngineError
-from lohan.models.operators import BlockOperators, draws_random_numbers
+from lohan.models.operators import BlockOperators
 from lohan.planning.footprint import KEPT_REGIONS_AHEAD
 from lohan.planning.kept_operations import KeptShape
 from lohan.planning.tiers import Tier
-from lohan.planning.workload import UnitKind
 from lohan.streaming.device import Event
 from lohan.streaming.kept_buffers import room_for
+from lohan.streaming.kept_decisions import BlockDecision, Limits
+from lohan.streaming.kept_modes import Call, Recorder, Replayer
 from lohan.streaming.kept_tensors import PackedOutputs
 from lohan.streaming.kept_tiers import KeptOutput, KeptTiers, refuse_write
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-    from lohan.models.blocks import Unit
-    from lohan.planning.retention import Retention
 
 BOUNDARY = "the block's input"
 """Stands where messages have an operator's label."""
-_OTHER_MODEL = "The plan belongs to another model or version; make it anew."
-_MOST_LABELS_NAMED = 60
-
-
-@dataclass(frozen=True, slots=True)
-class BlockDecision:
-    """What is kept of one block."""
-
-    name: str
-    operators: Mapping[str, Tier]
-    """By label, in the order in which the decision lists them."""
-    boundary: Tier | None
-    """Where the block's input goes; None where it stays."""
-
-    @property
-    def tiers(self) -> set[Tier | None]:
-        return {*self.operators.values(), self.boundary}
-
-
-def block_decisions(units: Sequence[Unit], retention: Retention) -> dict[int, BlockDecision]:
-    """What is kept, by unit; only units of which something is.
-
-    Raises:
-        EngineError: blocks are named that the model does not have, or the units are modules.
-    """
-    named = {block for tiers in (*retention.operators, retention.boundaries) for block in _blocks_of(tiers)}
-    if not named:
-        return {}
-    if any(unit.kind is UnitKind.MODULE for unit in units):
-        raise EngineError(
-            "kept activations were asked for where blocks are cut into modules",
-            place="retention",
-            remedy='Use grain "block", or keep nothing: an operator may then run outside every region.',
-        )
-    blocks = {int(unit.name.rpartition(".")[2]): index for index, unit in enumerate(units) if unit.kind is UnitKind.BLOCK}
-    if unknown := named - blocks.keys():
-        raise EngineError(
-            f"activations are to be kept in block {min(unknown)}, and the model has {len(blocks)} blocks",
-            place="retention",
-            remedy=_OTHER_MODEL,
-        )
-    decisions = {}
-    for block, index in blocks.items():
-        boundary = retention.boundaries.tier(block)
-        decision = BlockDecision(units[index].name, retention.kept(block), None if boundary is Tier.GPU else boundary)
-        if decision.operators or decision.boundary is not None:
-            decisions[index] = decision
-    return decisions
-
-
-def _blocks_of(tiers: Any) -> set[int]:
-    return {*tiers.gpu_blocks, *tiers.ram_blocks, *tiers.ssd_blocks}
 
 
 class RegionOutputs:
@@ -103,10 +47,13 @@ class RegionOutputs:
         self.unit, self.number, self.step, self.forward, self.room = unit, number, step, forward, room
         self.outputs: dict[str, KeptOutput] = {}
         """By label, in the order in which they came."""
+        self._calls: dict[str, Call] = {}
 
     def __del__(self) -> None:
         # The garbage collector may run in any thread and between any two lines of this module.
-        self._kept.abandoned.append(list(self.outputs.values()))
+        left = [output for output in self.outputs.values() if output.tier is not Tier.GPU]
+        if left and not self._kept.is_closed:
+            self._kept.abandoned.append(left)
 
     @property
     def operators(self) -> BlockOperators:
@@ -114,19 +61,30 @@ class RegionOutputs:
 
     def modes(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
         """Around the region's first run and around its recomputation."""
-        return _Recorder(self), _Replayer(self)
+        return Recorder(self), Replayer(self)
 
     @property
     def context(self) -> dict[str, Any]:
         """For `checkpoint`: no mode where no operator's output is kept."""
         return {"context_fn": self.modes} if self.decision.operators else {}
 
-    def keep(self, label: str, tier: Tier, result: Any) -> None:
-        """Keep what the operator of this label has just returned; raises as `KeptTiers.keep`."""
+    def keep(self, label: str, tier: Tier, result: Any, call: Call = ()) -> None:
+        """Keep what the operator of this label has just returned to `call`; raises as `KeptTiers.keep`."""
+        self._calls[label] = call
         self._kept.keep(self, label, tier, result)
 
-    def take(self, label: str) -> Any:
-        """What it returned."""
+    def take(self, label: str, call: Call = ()) -> Any:
+        """What it returned.
+
+        Raises:
+            EngineError: it was called otherwise then; and as `KeptTiers.take`.
+        """
+        if call != self._calls[label]:
+            raise EngineError(
+                f"the recomputation of {self.decision.name} calls {label} otherwise than the forward did",
+                place=self.decision.name,
+                remedy="Keep nothing of this model's blocks: what they compute differs from call to call.",
+            )
         return self._kept.tiers.take(self.outputs.pop(label))
 
     def check_writes(self, function: OpOverload, arguments: Sequence[Any], keywords: Mapping[str, Any], writer: str) -> None:
@@ -144,6 +102,8 @@ class RegionOutputs:
                     self._check_write(tensor.untyped_storage(), writer)
 
     def _check_write(self, storage: torch.UntypedStorage, writer: str) -> None:
+        if not storage.nbytes():
+            return
         for output in self.outputs.values():
             if output.packed.lies_in(storage):
                 refuse_write(output, writer)
@@ -178,78 +138,6 @@ class RegionOutputs:
         return self.take(BOUNDARY)  # type: ignore[no-any-return]
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region's first run."""
-
-    def __init__(self, region: RegionOutputs) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._region = region
-        self._seen: dict[str, None] = {}
-
-    def __enter__(self) -> Any:
-        self._region.operators.begin()
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        if kind is None:
-            self._check_all_seen()
-
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keywords = kwargs or {}
-        label = self._region.operators.label(func)
-        if func._schema.is_mutable:  # noqa: SLF001 - public only as text
-            self._region.check_writes(func, args, keywords, label or str(func))
-        result = func(*args, **keywords)
-        if label is not None:
-            self._seen[label] = None
-            tier = self._region.decision.operators.get(label)
-            if tier is not None:
-                _check_can_be_kept(func, args, keywords, label, self._region.decision.name)
-                self._region.keep(label, tier, result)
-        return result
-
-    def _check_all_seen(self) -> None:
-        decision = self._region.decision
-        missing = [label for label in decision.operators if label not in self._seen]
-        if missing:
-            labels = list(self._seen)
-            more = f" and {len(labels) - _MOST_LABELS_NAMED} more" if len(labels) > _MOST_LABELS_NAMED else ""
-            raise EngineError(
-                f"there is no operator {missing[0]} in {decision.name}; there are {', '.join(labels[:_MOST_LABELS_NAMED])}{more}",
-                place=decision.name,
-                remedy=_OTHER_MODEL,
-            )
-
-
-class _Replayer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A region's recomputation."""
-
-    def __init__(self, region: RegionOutputs) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._region = region
-
-    def __enter__(self) -> Any:
-        self._region.operators.begin()
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        label = self._region.operators.label(func)
-        if label is not None and label in self._region.outputs:
-            return self._region.take(label)
-        return func(*args, **(kwargs or {}))
-
-
-def _check_can_be_kept(function: OpOverload, arguments: Sequence[Any], keywords: Mapping[str, Any], label: str, block: str) -> None:
-    reason = ""
-    if draws_random_numbers(function, arguments, keywords):
-        reason = "it draws random numbers, and what follows would draw others if it did not run again"
-    elif any(value.alias_info is not None for value in function._schema.returns):  # noqa: SLF001 - public only as text
-        reason = "it returns memory that it was given"
-    if reason:
-        raise EngineError(f"the output of {label} in {block} cannot be kept: {reason}", place=block, remedy="Leave it out of the plan.")
-
-
 class KeptActivations:
     """All regions' kept activations. Used by the threads that run forward and backward, never two at once.
 
@@ -265,6 +153,7 @@ class KeptActivations:
         """Of regions that are gone, to be released."""
         self._regions: list[weakref.ref[RegionOutputs]] = []  # of which something leaves the device, as they have run
         self._forward = 0
+        self.is_closed = False
         self._sizes: dict[tuple[int, int], dict[int, int]] = {}  # by unit and place among what is kept of it, and region
 
     def attach(self, blocks: Mapping[int, nn.Module]) -> None:
@@ -276,7 +165,6 @@ class KeptActivations:
     def begin_forward(self) -> None:
         """A forward of the model begins."""
         self._forward += 1
-        self._release_abandoned()
         self._regions = [region for region in self._regions if region() is not None]
 
     def open(self, unit: int, number: int, step: int, hidden: torch.Tensor | None) -> RegionOutputs | None:
@@ -288,7 +176,7 @@ class KeptActivations:
         """
         if unit not in self.decisions:
             return None
-        self._release_abandoned()
+        self.release_abandoned()
         rows, tokens = hidden.shape[:2] if hidden is not None and hidden.dim() > 2 else (1, 1)
         region = RegionOutputs(self, unit, number, step, self._forward, self._limits.room(number, rows, tokens))
         if region.decision.tiers - {Tier.GPU, None}:
@@ -360,8 +248,15 @@ class KeptActivations:
             found[unit] = (*found.get(unit, ()), shape)
         return found
 
+    def release_abandoned(self) -> None:
+        """Give back what regions had whose autograd graph is gone."""
+        while self.abandoned:
+            for output in self.abandoned.popleft():
+                self.tiers.release(output)
+
     def close(self) -> None:
         """Take the hooks away, and give all memory and the file back."""
+        self.is_closed = True
         for operators in self.operators.values():
             operators.close()
         self._regions.clear()
@@ -371,22 +266,3 @@ class KeptActivations:
     def _ask_for(self, region: RegionOutputs) -> None:
         for output in region.outputs.values():
             self.tiers.ask_for(output)
-
-    def _release_abandoned(self) -> None:
-        while self.abandoned:
-            for output in self.abandoned.popleft():
-                self.tiers.release(output)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a session was made for."""
-
-    batch_size: int
-    sequence_length: int
-    micro_batch_size: int
-
-    def room(self, number: int, rows: int, tokens: int) -> tuple[int, int]:
-        """Tokens of a micro-batch of `rows` rows, and the most that the micro-batch of this number may have."""
-        most_rows = min(self.micro_batch_size, self.batch_size - number * self.micro_batch_size)
-        return rows * tokens, max(most_rows, rows) * max(self.sequence_length, tokens)

@@ -127,6 +127,8 @@ class RegionRunner:
     def begin_forward(self) -> None:
         """A forward of the model begins: raise what keeps the session from running; see `StepDriver.check`."""
         self._driver.check()
+        if self._kept is not None:
+            self._kept.release_abandoned()
         if torch.is_grad_enabled():
             self._driver.begin_forward()
             if self._kept is not None:

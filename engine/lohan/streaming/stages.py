@@ -32,7 +32,8 @@ from lohan.states.state_store import StateStore
 from lohan.streaming.clipping import UpdateRules
 from lohan.streaming.gradients import GradientOffload
 from lohan.streaming.hyperparameters import StepCounts
-from lohan.streaming.kept import BlockDecision, KeptActivations, Limits
+from lohan.streaming.kept import KeptActivations
+from lohan.streaming.kept_decisions import BlockDecision, Limits
 from lohan.streaming.kept_tiers import KeptTiers
 from lohan.streaming.optimizer import OptimizerWorker
 from lohan.streaming.parameters import DebugMode, ParameterStream
