@@ -13,11 +13,24 @@ from hypothesis import strategies as st
 from lohan.config import Durability, GradientBuffers, UpdateSchedule
 from lohan.planning.cost_model import Rates
 from lohan.planning.operation_costs import OperationCost, Sharing, durations, even_regions
-from lohan.planning.operations import Operation, OperationKind, Resource, StepShape, step_operations
-from lohan.planning.schedule import UPDATE_ORDERS
+from lohan.planning.operations import (
+    ChunkShape,
+    Operation,
+    OperationKind,
+    Recompute,
+    Resource,
+    StepShape,
+    UnitShape,
+    Visit,
+    expected_order,
+    step_operations,
+)
+from lohan.planning.schedule import UPDATE_ORDERS, Begin
 from lohan.planning.simulator import play
+from lohan.planning.slots import size_slots
 from lohan.planning.state_form import StateForm
 from lohan.planning.step_cost import Amounts, StepCost, StepSetting
+from lohan.planning.tiers import Tier
 
 from .test_operations import BLOCKS, ORDERS, SHAPES, make_shape
 
@@ -126,6 +139,13 @@ def test_the_unit_that_is_needed_first_is_updated_first():
     # Unit 2 is begun while the others are still computed; both chunks of it are finished before unit 0 overtakes unit 1.
     assert played.starts[0][6:] == (1, 5, 17, 21, 9, 13)
     assert play(operations, seconds(backward=1, update=4)).starts[0][6:] == (1, 5, 9, 13, 17, 21)
+
+
+def test_kinds_that_are_not_known_go_by_their_resources_rate():
+    cost = durations(RATES, StateForm.SPLIT, lambda _: 7.0)
+    assert cost(Operation(KIND.ACTIVATIONS_OUT, 1, 0, bytes=500)) == OperationCost(500 / 10e3, 500)
+    assert cost(Operation(KIND.ACTIVATIONS_WRITE, 1, 0, bytes=500)) == OperationCost(500 / 2e3, 500)
+    assert cost(Operation(KIND.BACKWARD, 1)) == OperationCost(7.0)
 
 
 # ---------------------------------------------------------------- whole steps
@@ -256,3 +276,58 @@ def test_both_agree_where_one_resource_is_slow(schedule, slow):
     played = play(operations, costs_of(operations, rates), Sharing.of(rates), steps=8)
     predicted = StepCost(setting_of(shape, schedule), rates)(Amounts()).total
     assert abs(played.step_seconds - predicted) <= (BACKWARD[0] if slow == "gpu" else device) + 0.01
+
+
+MEBI = 2**20
+SERVER = Rates(24e9, 24e9, 20e9, 20e9, 10e9, 16e9, 120e9, 3e9, 40e9, 20e9, 0.05)
+"""A consumer's machine with a few drives."""
+
+
+def gpt_13b(in_ram: int, durability: Durability) -> StepShape:
+    """40 blocks of 315 M parameters between an embedding and a head of 257 M; the first `in_ram` units' states in RAM."""
+    block, table, largest = 12 * 5120**2, 50257 * 5120, 32 * MEBI
+
+    def unit(number: int, elements: int) -> UnitShape:
+        tier = Tier.RAM if number < in_ram else Tier.SSD
+        return UnitShape(tuple(ChunkShape(min(largest, elements - begin), True, tier) for begin in range(0, elements, largest)))
+
+    units = (unit(0, table), *(unit(number, block) for number in range(1, 41)), unit(41, table))
+    visits = (Visit(0, recompute=Recompute.NONE_SAVED), *(Visit(number, 2) for number in range(1, 42)))
+    sizes = [sum(chunk.elements for chunk in shape.chunks) for shape in units]
+    slots = size_slots(sizes, expected_order(visits, range(42)).backward, working=3, kept=0)
+    return StepShape(units, visits, slots, StateForm.SPLIT, durability)
+
+
+
+@pytest.mark.parametrize("in_ram", [0, 21, 42])
+@pytest.mark.parametrize("durability", [Durability.NONE, Durability.STEP])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_both_agree_on_a_large_model(in_ram, durability, order):
+    """13B parameters, 16 rows, within a twentieth. The formulas leave out how pipelines fill at the begin of a phase, and what of a unit in
+    RAM is updated while another is read."""
+    shape = gpt_13b(in_ram, durability)
+    elements = [sum(chunk.elements for chunk in unit.chunks) for unit in shape.units]
+    seconds = {unit: 2 * elements[unit] * 16 * 1024 / 150e12 for unit in range(1, 42)}
+    backward = {unit: 3 * of_unit for unit, of_unit in seconds.items()}
+    operations = step_operations(shape, order)
+    cost = durations(SERVER, shape.form, even_regions(operations, seconds, backward))
+    played = play(operations, cost, Sharing.of(SERVER), needed_first=order.takes_needed_first)
+    on_drives = sum(elements[in_ram:]) / sum(elements)
+    setting = StepSetting(
+        forward_seconds=sum(seconds.values()),
+        backward_seconds=sum(backward.values()),
+        forward_weight_bytes=2 * sum(elements),
+        backward_weight_bytes=2 * sum(elements[1:39]),
+        trainable_parameters=sum(elements),
+        form=shape.form,
+        durability=durability,
+        order=order,
+        read_share=on_drives,
+        written_share=on_drives if durability is Durability.NONE else 1.0,
+        trainable_units=42,
+        gradient_buffers=42 if order.gradients is GradientBuffers.ALL else 3,
+        first_unit_share=elements[0] / sum(elements),
+        reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,
+    )
+    predicted = StepCost(setting, SERVER)(Amounts()).total
+    assert predicted == pytest.approx(played.step_seconds, rel=0.05)

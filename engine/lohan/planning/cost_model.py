@@ -34,6 +34,7 @@ class Term(StrEnum):
     SSD = "ssd"
     HOST_MEMORY = "host_memory"
     CPU = "cpu"
+    """The optimizer's thread, its waiting for the drives included where it has nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Demand:
     host_memory_bytes: float = 0.0
     """Read and written, by copies and drives too."""
     cpu_seconds: float = 0.0
-    """Of the optimizer's thread."""
+    """Of the optimizer's thread; see `Term.CPU`."""
 
     def __add__(self, other: Demand) -> Demand:
         return Demand(*(mine + others for mine, others in zip(self._values(), other._values(), strict=True)))

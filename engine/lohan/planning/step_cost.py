@@ -184,15 +184,16 @@ class StepCost:
     def update_demand(self) -> Demand:
         """All updates of a step: states in, AdamW, sums, states out, commit.
 
-        With one chunk in flight the optimizer's thread waits for its own reads and writes, which then count as its seconds.
+        The optimizer's thread takes units in order, and those whose states lie in RAM are neighbours: while it is busy with them the drives
+        have nothing to read, and while it waits for the drives it has nothing else to do. So its seconds are those of both kinds, one after
+        the other (half of 13B parameters in RAM: 12.4 s and not 10.3), its waiting included.
         """
         setting, rates = self.setting, self.rates
         read, written = setting.read_share * setting.state_bytes, setting.written_share * setting.state_bytes
+        of_drives = min(read, written)
         summed = 0.0 if setting.durability is Durability.NONE else written
-        seconds = setting.trainable_parameters / rates.update_elements + summed / rates.checksum
-        if setting.order.chunks_in_flight == 1:
-            seconds += phase_seconds(Demand(ssd_read_bytes=read), rates).total
-            seconds += phase_seconds(Demand(ssd_written_bytes=written), rates).total
+        seconds = self._pipeline_seconds(1 - setting.read_share, 0.0, written - of_drives)
+        seconds += self._pipeline_seconds(setting.read_share, read, of_drives)
         return Demand(
             ssd_read_bytes=read,
             ssd_written_bytes=written,
@@ -200,6 +201,17 @@ class StepCost:
             host_memory_bytes=setting.trainable_parameters * update_traffic(setting.form) + read + written + summed,
             cpu_seconds=seconds,
         )
+
+    def _pipeline_seconds(self, share: float, read: float, written: float) -> float:
+        """Of the optimizer's thread, for that share of the parameters and so many bytes: the slowest of reading, updating and writing, or,
+        with one chunk in flight, one after the other; a chunk is written while its sum is taken."""
+        setting, rates = self.setting, self.rates
+        update = share * setting.trainable_parameters / rates.update_elements
+        sums = 0.0 if setting.durability is Durability.NONE else written / rates.checksum
+        if setting.order.chunks_in_flight > 1:
+            return phase_seconds(Demand(ssd_read_bytes=read, ssd_written_bytes=written, cpu_seconds=update + sums), rates).total
+        reading, writing = (phase_seconds(way, rates).total for way in (Demand(ssd_read_bytes=read), Demand(ssd_written_bytes=written)))
+        return reading + update + max(writing, sums)
 
     def _weights(self, bytes: float) -> tuple[float, float]:
         """Bytes copied to the device, and read from drives; into a slot that is host memory they are read directly."""
