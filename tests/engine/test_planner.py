@@ -11,6 +11,7 @@ import pytest
 from lohan.config import EngineSection, Precision, States, TrainingSection, UpdateSchedule
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import CpuFacts, GpuFacts, HardwareFacts, RamFacts, StateDirectoryFacts, _cpu, probe
+from lohan.hardware.profile import HardwareProfile
 from lohan.planning.plan import Plan
 from lohan.planning.planner import default_precision, make_plan
 from lohan.planning.tiers import Tier
@@ -57,7 +58,12 @@ def machine(*, gpu_gib: float | None = 24, ram_gib: float = 128, ssd_gib: float 
 
 
 def plan_of(
-    workload: Workload | None = None, *, hardware: HardwareFacts | None = None, engine: EngineSection | None = None, **training
+    workload: Workload | None = None,
+    *,
+    hardware: HardwareFacts | None = None,
+    engine: EngineSection | None = None,
+    profile: HardwareProfile | None = None,
+    **training,
 ) -> Plan:
     settings = TrainingSection(**({"batch_size": 16, "sequence_length": 1024} | training))
     return make_plan(
@@ -66,6 +72,7 @@ def plan_of(
         training=settings,
         engine=engine or EngineSection(durability="none"),
         hardware=hardware or machine(),
+        profile=profile,
     )
 
 

@@ -298,7 +298,6 @@ def gpt_13b(in_ram: int, durability: Durability) -> StepShape:
     return StepShape(units, visits, slots, StateForm.SPLIT, durability)
 
 
-
 @pytest.mark.parametrize("in_ram", [0, 21, 42])
 @pytest.mark.parametrize("durability", [Durability.NONE, Durability.STEP])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lohan.cli.show import print_plan
+from lohan.cli.show_plan import print_plan
 from lohan.errors import LohanError
 from lohan.planning.plan import Plan
 from lohan_app.demo import appliance as appliances

@@ -14,7 +14,7 @@ from lohan.config import ActivationPolicy, GradientBuffers
 from lohan.errors import CapacityError
 from lohan.hardware.profile import BlockTimes, HardwareProfile
 from lohan.planning.cost_model import PhaseSeconds, Rates
-from lohan.planning.fit import Fit
+from lohan.planning.fit import Fit, Rooms
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
 from lohan.planning.forecast import Alternative, Forecast, PhaseForecast, SweepForecast
 from lohan.planning.policies import PolicyFacts, decide
@@ -117,18 +117,18 @@ class Chooser:
         times = block_times(self._profile, self._fit, micro_batch)
         if times is None:
             return None
-        reserve = 0
+        rooms = self._fit.activation_rooms(micro_batch, kept_units)
         for _ in range(_ROUNDS):
-            problem, facts = self._problem(times, micro_batch, kept_units, reserve)
+            problem, facts = self._problem(times, kept_units, rooms)
             choice = Choice(self._fit, micro_batch, kept_units, self._decision(problem, facts))
             plans = self._fit.memory(micro_batch, kept_units, choice.decision.retention)
-            over = max(plan.used_bytes - plan.capacity_bytes for plan in plans)
-            if over <= 0:
+            over = [max(0, plan.used_bytes - plan.capacity_bytes) for plan in plans]
+            if not any(over):
                 return choice
-            reserve += over + over // 4  # what makes room on one tier may need some on its way to another
+            rooms = rooms.less(*(over if self._fit.gpu is not None else reversed(over)))
         short = max(plans, key=lambda plan: plan.used_bytes - plan.capacity_bytes)
         raise CapacityError(
-            f"no room is left for what the policy {self._policy} keeps: {format_bytes(over)} are missing",
+            f"no room is left for what the policy {self._policy} keeps: {format_bytes(max(over))} are missing",
             need_bytes=short.used_bytes,
             have_bytes=short.capacity_bytes,
             place="activations",
@@ -141,7 +141,7 @@ class Chooser:
             return forced_retention(problem, swapped_bytes)
         return decide(self._policy, problem, facts)
 
-    def _problem(self, times: BlockTimes, micro_batch: int, kept_units: int, reserve: int) -> tuple[ActivationProblem, PolicyFacts]:
+    def _problem(self, times: BlockTimes, kept_units: int, rooms: Rooms) -> tuple[ActivationProblem, PolicyFacts]:
         fit = self._fit
         training, order, sizes = fit.training, fit.order, fit.sizes
         batch, length = training.batch_size, training.sequence_length
@@ -158,13 +158,12 @@ class Chooser:
             ),
             self._rates,
         )
-        rooms = fit.activation_rooms(micro_batch, kept_units)
         problem = ActivationProblem(
             candidates=candidates(fit.workload, times, batch=batch, length=length, itemsize=sizes.itemsize) if fit.can_keep else (),
             blocks=fit.workload.blocks,
             boundary_bytes=fit.boundary_bytes if fit.can_keep else 0,
-            gpu_bytes=max(0, rooms.gpu_bytes - reserve),
-            ram_bytes=max(0, rooms.ram_bytes - (reserve if fit.gpu is not None else 0)),
+            gpu_bytes=rooms.gpu_bytes,
+            ram_bytes=rooms.ram_bytes,
             ssd_bytes=rooms.ssd_bytes,
             evaluate=cost,
         )

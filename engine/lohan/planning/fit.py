@@ -53,6 +53,12 @@ class Rooms:
     ram_bytes: int
     ssd_bytes: int
 
+    def less(self, gpu_bytes: int, ram_bytes: int) -> Rooms:
+        """With that much taken off, and a quarter more: what makes room on one tier may need some on its way to another."""
+        return Rooms(
+            max(0, self.gpu_bytes - gpu_bytes - gpu_bytes // 4), max(0, self.ram_bytes - ram_bytes - ram_bytes // 4), self.ssd_bytes
+        )
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -116,15 +122,14 @@ class Fit:
         the drives. Those that no tier holds stay on the device, which then is too small."""
         if not self.can_keep:
             return NOTHING_KEPT
-        rooms, reserve = self.activation_rooms(micro_batch, kept_units), 0
+        rooms = self.activation_rooms(micro_batch, kept_units)
         retention = NOTHING_KEPT
         for _ in range(_ROUNDS):
-            sizes = max(0, rooms.gpu_bytes - reserve), rooms.ram_bytes, rooms.ssd_bytes
-            retention = place_inputs(self.workload.blocks, self.boundary_bytes, sizes)
-            over = max(-_left(plan) for plan in self.memory(micro_batch, kept_units, retention))
-            if over <= 0 or not sizes[0]:
+            retention = place_inputs(self.workload.blocks, self.boundary_bytes, (rooms.gpu_bytes, rooms.ram_bytes, rooms.ssd_bytes))
+            over = [max(0, -_left(plan)) for plan in self.memory(micro_batch, kept_units, retention)]
+            if not any(over):
                 break
-            reserve += over + over // 4
+            rooms = rooms.less(*(over if self.gpu is not None else reversed(over)))
         return retention
 
     def kept_items(self, retention: Retention, micro_batch: int) -> Mapping[Tier, tuple[PlanItem, ...]]:
