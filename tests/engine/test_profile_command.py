@@ -182,16 +182,21 @@ def command(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "lohan.cli", "profile", *place, *arguments]
 
 
-def test_a_quick_profile_of_this_machine(tmp_path):
-    done = subprocess.run(command(tmp_path, "--quick"), capture_output=True, text=True, timeout=240, check=False)
+def test_a_quick_profile_of_this_machine_and_a_block(tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    (tmp_path / "states").mkdir()
+    arguments = [str(model), "--quick", "--seq", "32", "--precision", "fp32"]
+    done = subprocess.run(command(tmp_path / "states", *arguments), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     for name in ("host memory copy", "state directories half read", "matrix product", "AdamW on split-8bit states", "commit"):
         assert name in done.stdout
     assert "state directories, about" in done.stderr
-    profile = load_profile(tmp_path / "profiles", cpu_facts(tmp_path))
+    assert "a block and the head, 1 x 32 tokens" in done.stderr
+    profile = load_profile(tmp_path / "states" / "profiles", cpu_facts(tmp_path / "states"))
     assert profile is not None
     assert {name for name, value in profile if value is None} == {"host_to_device", "device_to_host", "both_ways"}
-    assert [path.name for path in tmp_path.iterdir()] == ["profiles"]
+    assert [(block.rows, block.sequence_length, block.precision) for block in profile.blocks] == [(1, 32, "fp32")]
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["profiles"]
 
 
 def test_a_terminated_measurement_leaves_no_file(tmp_path):
@@ -295,13 +300,3 @@ def test_what_is_wrong_with_a_model_is_said_before_anything_is_measured(argument
     assert done.exit_code == code
     assert message in done.stderr
     assert machine.efforts == asked == []
-
-
-def test_a_block_of_a_model_in_a_process_of_its_own(tmp_path, model):
-    arguments = [str(model), "--quick", "--seq", "32", "--precision", "fp32"]
-    done = subprocess.run(command(tmp_path, *arguments), capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "a block and the head, 1 x 32 tokens" in done.stderr
-    profile = load_profile(tmp_path / "profiles", cpu_facts(tmp_path))
-    assert profile is not None
-    assert [(block.rows, block.sequence_length, block.precision) for block in profile.blocks] == [(1, 32, "fp32")]
