@@ -295,10 +295,13 @@ def test_a_step_is_convex_in_its_activations(setting, rates, ends, weight):
     assert cost(Amounts(0, *mixed)).total <= chord * (1 + 1e-9)
 
 
-def test_beside_a_recorded_measurement(capsys):
-    """Prints how far the model is from `benchmarks/results/step.json`: timings are recorded, not asserted. The rates are those of
-    `benchmarks/results/adam.json` and of the machine's copies; the device's seconds follow from the record's block peak. The CPU took norms
-    then (2 B a parameter at 47 GB/s): with `serial` under the backward, else between the updates, with which they are counted here."""
+def test_beside_a_recorded_measurement():
+    """Prints (`pytest -s`) how far the model is from `benchmarks/results/step.json`: timings are recorded, not asserted.
+
+    The rates are those of `benchmarks/results/adam.json` and of the machine's copies; the device's seconds follow from the record's block
+    peak. The CPU took norms then (2 B a parameter at 47 GB/s): with `serial` under the backward, else between the updates, with which they
+    are counted here.
+    """
     records = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "step.json").read_text())["records"]
     rates = Rates(54e9, 54e9, 42e9, None, None, None, 5.8e9 * 26, 5.8e9, 47e9, 20e9)
     with_norms = replace(rates, update_elements=1 / (1 / 5.8e9 + 2 / 47e9))
@@ -323,7 +326,4 @@ def test_beside_a_recorded_measurement(capsys):
         )
         predicted = StepCost(setting, rates if record["schedule"] == "serial" else with_norms)(Amounts())
         assert predicted.total > 0
-        with capsys.disabled():
-            print(
-                f"\n{record['schedule']}: {predicted.total:.3f} s predicted ({predicted.binding}), {record['step_seconds']:.3f} s measured"
-            )
+        print(f"{record['schedule']}: {predicted.total:.3f} s predicted ({predicted.binding}), {record['step_seconds']:.3f} s measured")
