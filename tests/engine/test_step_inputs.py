@@ -7,9 +7,12 @@ import pytest
 from lohan.config import Clip, Durability, EngineSection, Precision, UpdateSchedule
 from lohan.errors import ConfigError
 from lohan.hardware.profile import BlockTimes, Measured
-from lohan.planning.footprint import measure, place_states
+from lohan.planning.footprint import measure, place_states, slot_sizes
+from lohan.planning.operations import ChunkShape, OperationKind, Recompute, StepShape, UnitShape, Visit, step_operations
 from lohan.planning.schedule import update_order
+from lohan.planning.state_form import StateForm
 from lohan.planning.step_inputs import Candidate, candidates, device_seconds, step_setting, weight_bytes
+from lohan.planning.tiers import Tier
 from lohan.planning.workload import Coefficients, OperatorGroup, OperatorWorkload, UnitKind, UnitWorkload, Workload
 
 BLOCKS = 5
@@ -97,6 +100,22 @@ def test_times_of_another_model_are_refused():
 def test_weights_that_stayed_are_not_copied_again(kept, backward):
     sizes = measure(WORKLOAD, Precision.BF16)
     assert weight_bytes(sizes, kept) == (2 * 1300, 2 * backward)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kept", [0, 1, 3, 8])
+@pytest.mark.parametrize("blocks", [1, 2, 6])
+def test_weights_are_copied_as_often_as_operations_copy_them(tied, kept, blocks):
+    head = UnitWorkload(name="head", kind=UnitKind.HEAD, parameters=30 if tied else 390)
+    units = (*WORKLOAD.units[:2], *WORKLOAD.units[2:3] * (blocks - 1), head)
+    sizes = measure(WORKLOAD.model_copy(update={"units": units, "tied_embeddings": tied}), Precision.BF16)
+    visits = [Visit(0, recompute=Recompute.NONE_SAVED), *(Visit(unit) for unit in range(1, len(units)))]
+    visits += [Visit(0)] if tied else []
+    shapes = tuple(UnitShape((ChunkShape(unit.parameters, True, Tier.RAM),)) for unit in units)
+    shape = StepShape(shapes, tuple(visits), slot_sizes(sizes, kept), StateForm.SPLIT)
+    operations = step_operations(shape, update_order(UpdateSchedule.OPTIMIZED, Clip.NONE))
+    copied = sum(operation.bytes for operation in operations if operation.kind is OperationKind.WEIGHTS_COPY)
+    assert sum(weight_bytes(sizes, kept)) == copied
 
 
 def test_a_setting_from_a_run():

@@ -108,12 +108,17 @@ def _scale(workload: Workload, times: BlockTimes, batch: int, length: int) -> fl
 def weight_bytes(sizes: Sizes, kept_units: int) -> tuple[int, int]:
     """Bytes of weights that are copied to the device in the forward and in the backward.
 
-    The forward loads every unit. When it ends, kept units are still there, and so are those that the backward needs first of the others,
-    one in each working slot (`lohan.planning.slots`).
+    The forward loads every unit, and a tied embedding once more for the output projection, unless it is kept or no unit has to make room.
+    When it ends, kept units are still there, and so are those that the backward needs first of the others, one in each working slot
+    (`lohan.planning.slots`).
     """
     slots = slot_sizes(sizes, kept_units)
-    others = [unit for unit in dict.fromkeys(sizes.backward) if unit not in slots.kept][slots.working :]
-    return sizes.itemsize * sum(sizes.units), sizes.itemsize * sum(sizes.units[unit] for unit in others)
+    order = tuple(dict.fromkeys(sizes.backward))
+    is_tied = order[:1] == (0,) and len(sizes.units) > 1  # an embedding of its own is not read in the backward
+    makes_room = len(sizes.units) - len(slots.kept) > slots.working
+    forward = sum(sizes.units) + (sizes.units[0] if is_tied and makes_room and 0 not in slots.kept else 0)
+    others = [unit for unit in order if unit not in slots.kept][slots.working :]
+    return sizes.itemsize * forward, sizes.itemsize * sum(sizes.units[unit] for unit in others)
 
 
 def step_setting(
