@@ -11,7 +11,7 @@ from lohan.planning.footprint import measure, place_states, slot_sizes
 from lohan.planning.operations import ChunkShape, OperationKind, Recompute, StepShape, UnitShape, Visit, step_operations
 from lohan.planning.schedule import update_order
 from lohan.planning.state_form import StateForm
-from lohan.planning.step_inputs import Candidate, candidates, device_seconds, step_setting, weight_bytes
+from lohan.planning.step_inputs import Candidate, candidates, device_seconds, gradient_seconds, step_setting, weight_bytes
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import Coefficients, OperatorGroup, OperatorWorkload, UnitKind, UnitWorkload, Workload
 
@@ -118,13 +118,21 @@ def test_weights_are_copied_as_often_as_operations_copy_them(tied, kept, blocks)
     assert sum(weight_bytes(sizes, kept)) == copied
 
 
+def test_gradients_are_added_up_once_for_every_micro_batch():
+    sizes = measure(WORKLOAD, Precision.BF16)
+    # bf16: 2 + 4 bytes for the first, 2 + 8 for another, 4 for the norm and 4 + 2 on the way out.
+    assert gradient_seconds(sizes, 1, 16.0) == 1300 * (6 + 4 + 6) / 16
+    assert gradient_seconds(sizes, 3, 1.0) == 1300 * (6 + 2 * 10 + 4 + 6)
+    assert gradient_seconds(sizes, 3, None) == 0
+
+
 def test_a_setting_from_a_run():
     sizes = measure(WORKLOAD, Precision.BF16)
     engine = EngineSection(ram_state_bytes=1300 * 12 // 4, durability=Durability.STEP)
     seconds = device_seconds(WORKLOAD, TIMES, batch=2, length=8)
     order = update_order(UpdateSchedule.OPTIMIZED, Clip.NONE)
-    setting = step_setting(sizes, place_states(sizes, Precision.BF16, engine), order, seconds, kept_units=2)
+    setting = step_setting(sizes, place_states(sizes, Precision.BF16, engine), order, seconds, kept_units=2, gradient_seconds=0.5)
     assert (setting.read_share, setting.written_share) == (0.75, 1.0)
-    assert setting.backward_seconds == pytest.approx(seconds.backward + seconds.recompute)
+    assert setting.backward_seconds == pytest.approx(seconds.backward + seconds.recompute + 0.5)
     assert (setting.trainable_units, setting.first_unit_share) == (7, 400 / 1300)
     assert (setting.gradient_bytes, setting.state_bytes) == (2600, 15600)

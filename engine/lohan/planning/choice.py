@@ -21,7 +21,7 @@ from lohan.planning.policies import PolicyFacts, decide
 from lohan.planning.retention_choice import ActivationDecision, ActivationProblem, forced_retention
 from lohan.planning.schedule import Begin
 from lohan.planning.step_cost import StepCost, StepSeconds
-from lohan.planning.step_inputs import candidates, device_seconds, step_setting
+from lohan.planning.step_inputs import candidates, device_seconds, gradient_seconds, step_setting
 from lohan.units import format_bytes
 
 _SHORTER = 0.995
@@ -155,6 +155,7 @@ class Chooser:
                 kept_units=kept_units,
                 gradient_buffers=len(sizes.units) if order.gradients is GradientBuffers.ALL else HOST_GRADIENT_BUFFERS,
                 reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,
+                gradient_seconds=gradient_seconds(sizes, -(-batch // micro_batch), self._rates.device_memory),
             ),
             self._rates,
         )

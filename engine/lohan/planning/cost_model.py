@@ -60,6 +60,8 @@ class Rates:
     commit_seconds: float = 0.0
     on_cpu: bool = False
     """Whether the CPU is the device: its cores then do what the GPU and the optimizer do one after the other."""
+    device_memory: float | None = None
+    """Of the device, read and written together; None: its own passes over gradients are not counted."""
 
     @classmethod
     def of(cls, profile: HardwareProfile, form: StateForm, *, on_cpu: bool | None = None) -> Rates:
@@ -101,6 +103,7 @@ class Rates:
             checksum=_value(profile.checksum, memory),
             commit_seconds=_value(profile.commit_seconds, 0.0),
             on_cpu=on_cpu,
+            device_memory=profile.device_memory.value,
         )
 
 

@@ -121,6 +121,18 @@ def weight_bytes(sizes: Sizes, kept_units: int) -> tuple[int, int]:
     return sizes.itemsize * forward, sizes.itemsize * sum(sizes.units[unit] for unit in others)
 
 
+def gradient_seconds(sizes: Sizes, micro_batches: int, device_bytes_per_second: float | None) -> float:
+    """What the device does to gradients besides computing them; 0 where its memory's rate is not known.
+
+    Each region's are added to their unit's fp32 sums: itemsize + 4 bytes a parameter for the first, which is copied, itemsize + 8 for the
+    others. Then the sums are read for their norm, 4, and rounded on their way out, 4 + itemsize.
+    """
+    if device_bytes_per_second is None:
+        return 0.0
+    each = micro_batches * (sizes.itemsize + 8) + 4 + sizes.itemsize
+    return sizes.parameters * each / device_bytes_per_second
+
+
 def step_setting(
     sizes: Sizes,
     placement: Placement,
@@ -130,6 +142,7 @@ def step_setting(
     kept_units: int,
     gradient_buffers: int = HOST_GRADIENT_BUFFERS,
     reorders_left: bool = True,
+    gradient_seconds: float = 0.0,
     redone_share: float = 0.0,
 ) -> StepSetting:
     """A step of a run all of whose parameters are trained.
@@ -137,12 +150,13 @@ def step_setting(
     Args:
         gradient_buffers: see `StepSetting`.
         reorders_left: see `StepSetting`.
+        gradient_seconds: see the function of that name.
         redone_share: see `StepSetting`.
     """
     forward_bytes, backward_bytes = weight_bytes(sizes, kept_units)
     return StepSetting(
         forward_seconds=seconds.forward,
-        backward_seconds=seconds.backward + seconds.recompute,
+        backward_seconds=seconds.backward + seconds.recompute + gradient_seconds,
         forward_weight_bytes=forward_bytes,
         backward_weight_bytes=backward_bytes,
         trainable_parameters=sizes.parameters,
