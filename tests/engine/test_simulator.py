@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lohan.config import Durability, GradientBuffers, UpdateSchedule
 from lohan.planning.cost_model import Rates
+from lohan.planning.kept_operations import KeptShape
 from lohan.planning.operation_costs import OperationCost, Sharing, durations, even_regions
 from lohan.planning.operations import (
     ChunkShape,
@@ -25,14 +26,14 @@ from lohan.planning.operations import (
     expected_order,
     step_operations,
 )
-from lohan.planning.schedule import UPDATE_ORDERS, Begin
+from lohan.planning.schedule import UPDATE_ORDERS, Begin, UpdateOrder
 from lohan.planning.simulator import play
 from lohan.planning.slots import size_slots
 from lohan.planning.state_form import StateForm
 from lohan.planning.step_cost import Amounts, StepCost, StepSetting
 from lohan.planning.tiers import Tier
 
-from .test_operations import BLOCKS, ORDERS, SHAPES, make_shape
+from .test_operations import BLOCKS, ORDERS, REGIONS, SHAPES, make_shape
 
 KIND = OperationKind
 FREE = Sharing()
@@ -283,8 +284,9 @@ SERVER = Rates(24e9, 24e9, 20e9, 20e9, 10e9, 16e9, 120e9, 3e9, 40e9, 20e9, 0.05)
 """A consumer's machine with a few drives."""
 
 
-def gpt_13b(in_ram: int, durability: Durability) -> StepShape:
-    """40 blocks of 315 M parameters between an embedding and a head of 257 M; the first `in_ram` units' states in RAM."""
+def gpt_13b(in_ram: int, durability: Durability, kept: tuple[KeptShape, ...] = ()) -> StepShape:
+    """40 blocks of 315 M parameters between an embedding and a head of 257 M; the first `in_ram` units' states in RAM, and of every block
+    the same kept."""
     block, table, largest = 12 * 5120**2, 50257 * 5120, 32 * MEBI
 
     def unit(number: int, elements: int) -> UnitShape:
@@ -292,10 +294,40 @@ def gpt_13b(in_ram: int, durability: Durability) -> StepShape:
         return UnitShape(tuple(ChunkShape(min(largest, elements - begin), True, tier) for begin in range(0, elements, largest)))
 
     units = (unit(0, table), *(unit(number, block) for number in range(1, 41)), unit(41, table))
-    visits = (Visit(0, recompute=Recompute.NONE_SAVED), *(Visit(number, 2) for number in range(1, 42)))
+    visits = (Visit(0, recompute=Recompute.NONE_SAVED), *(Visit(number, REGIONS) for number in range(1, 42)))
     sizes = [sum(chunk.elements for chunk in shape.chunks) for shape in units]
     slots = size_slots(sizes, expected_order(visits, range(42)).backward, working=3, kept=0)
-    return StepShape(units, visits, slots, StateForm.SPLIT, durability)
+    of_blocks = dict.fromkeys(range(1, 41), kept) if kept else {}
+    return StepShape(units, visits, slots, StateForm.SPLIT, durability, kept=of_blocks)
+
+
+def predicted_and_played(shape: StepShape, order: UpdateOrder, rows: int, amounts: Amounts) -> tuple[float, float]:
+    """Seconds of a step by the formulas and by its operations, on a card with 150 TFLOPS."""
+    elements = [sum(chunk.elements for chunk in unit.chunks) for unit in shape.units]
+    in_ram = sum(chunk.elements for unit in shape.units for chunk in unit.chunks if chunk.tier is Tier.RAM)
+    seconds = {unit: 2 * elements[unit] * rows * 1024 / 150e12 for unit in range(1, 42)}
+    backward = {unit: 3 * of_unit for unit, of_unit in seconds.items()}
+    operations = step_operations(shape, order)
+    cost = durations(SERVER, shape.form, even_regions(operations, seconds, backward))
+    played = play(operations, cost, Sharing.of(SERVER), needed_first=order.takes_needed_first)
+    on_drives = 1 - in_ram / sum(elements)
+    setting = StepSetting(
+        forward_seconds=sum(seconds.values()),
+        backward_seconds=sum(backward.values()),
+        forward_weight_bytes=2 * sum(elements),
+        backward_weight_bytes=2 * sum(elements[1:39]),
+        trainable_parameters=sum(elements),
+        form=shape.form,
+        durability=shape.durability,
+        order=order,
+        read_share=on_drives,
+        written_share=on_drives if shape.durability is Durability.NONE else 1.0,
+        trainable_units=42,
+        gradient_buffers=42 if order.gradients is GradientBuffers.ALL else 3,
+        first_unit_share=elements[0] / sum(elements),
+        reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,
+    )
+    return StepCost(setting, SERVER)(amounts).total, played.step_seconds
 
 
 @pytest.mark.parametrize("in_ram", [0, 21, 42])
@@ -304,29 +336,19 @@ def gpt_13b(in_ram: int, durability: Durability) -> StepShape:
 def test_both_agree_on_a_large_model(in_ram, durability, order):
     """13B parameters, 16 rows, within a twentieth. The formulas leave out how pipelines fill at the begin of a phase, and what of a unit in
     RAM is updated while another is read."""
-    shape = gpt_13b(in_ram, durability)
-    elements = [sum(chunk.elements for chunk in unit.chunks) for unit in shape.units]
-    seconds = {unit: 2 * elements[unit] * 16 * 1024 / 150e12 for unit in range(1, 42)}
-    backward = {unit: 3 * of_unit for unit, of_unit in seconds.items()}
-    operations = step_operations(shape, order)
-    cost = durations(SERVER, shape.form, even_regions(operations, seconds, backward))
-    played = play(operations, cost, Sharing.of(SERVER), needed_first=order.takes_needed_first)
-    on_drives = sum(elements[in_ram:]) / sum(elements)
-    setting = StepSetting(
-        forward_seconds=sum(seconds.values()),
-        backward_seconds=sum(backward.values()),
-        forward_weight_bytes=2 * sum(elements),
-        backward_weight_bytes=2 * sum(elements[1:39]),
-        trainable_parameters=sum(elements),
-        form=shape.form,
-        durability=durability,
-        order=order,
-        read_share=on_drives,
-        written_share=on_drives if durability is Durability.NONE else 1.0,
-        trainable_units=42,
-        gradient_buffers=42 if order.gradients is GradientBuffers.ALL else 3,
-        first_unit_share=elements[0] / sum(elements),
-        reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,
+    predicted, played = predicted_and_played(gpt_13b(in_ram, durability), order, 16, Amounts())
+    assert predicted == pytest.approx(played, rel=0.05)
+
+
+@pytest.mark.parametrize("in_ram", [0, 42])
+@pytest.mark.parametrize(("ram_gb", "ssd_gb"), [(100, 0), (200, 0), (50, 60), (0, 80)])
+def test_both_agree_on_what_swapped_activations_cost(in_ram, ram_gb, ssd_gb):
+    """32 rows: 100 GB are free; 200 are not, and 80 on drives cost the forward its writes, and the backward its reads where states lie
+    there too."""
+    each = [int(size * 1e9 / 40 / REGIONS) for size in (ram_gb, ssd_gb)]
+    kept = tuple(
+        KeptShape(place, tier, (size,) * REGIONS) for place, (tier, size) in enumerate(zip((Tier.RAM, Tier.SSD), each, strict=True)) if size
     )
-    predicted = StepCost(setting, SERVER)(Amounts()).total
-    assert predicted == pytest.approx(played.step_seconds, rel=0.05)
+    amounts = Amounts(0, ram_gb * 1e9, ssd_gb * 1e9)
+    predicted, played = predicted_and_played(gpt_13b(in_ram, Durability.NONE, kept), ORDERS["optimized"], 32, amounts)
+    assert predicted == pytest.approx(played, rel=0.03)

@@ -159,6 +159,14 @@ def _ranks(operations: Sequence[Operation]) -> list[int]:
     ]
 
 
+def _thread(operations: Sequence[Operation], operation: Operation) -> str:
+    """What does an operation in its order. Activations come back from host memory and from drives by a thread each."""
+    if operation.resource in _ONE_THREAD:
+        return operation.resource.value
+    is_read = any(operations[earlier].kind is OperationKind.ACTIVATIONS_READ for earlier in operation.after)
+    return f"{operation.kind.value} read" if operation.kind is OperationKind.ACTIVATIONS_IN and is_read else operation.kind.value
+
+
 def _tasks(
     operations: Sequence[Operation],
     costs: Sequence[OperationCost],
@@ -173,7 +181,7 @@ def _tasks(
         tasks.append(
             Task(
                 resource=first.resource,
-                thread=first.resource.value if first.resource in _ONE_THREAD else first.kind.value,
+                thread=_thread(operations, first),
                 seconds=sum(costs[index].seconds for index in run),
                 rank=ranks[run[0]],
                 host_memory_bytes=costs[run[0]].host_memory_bytes,
