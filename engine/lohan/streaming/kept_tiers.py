@@ -56,6 +56,8 @@ class KeptOutput:
     buffer: HostBuffer | None = None
     stored: StoredOutput | None = None
     targets: list[torch.Tensor] = field(default_factory=list)
+    has_left: bool = False
+    """Whether it is in host memory or on the drive, or on its way there."""
     is_asked_for: bool = False
 
     @property
@@ -125,6 +127,7 @@ class KeptTiers:
             output.buffer = buffer
         else:
             self._files.write(output.stored, buffer)
+        output.has_left = True
 
     def region_ended(self, sent_bytes: int) -> None:
         """A region that sent out so many bytes has run."""
@@ -139,8 +142,8 @@ class KeptTiers:
             self._add_wait(Wait.ROOM_FOR_ACTIVATIONS, oldest, begun)
 
     def ask_for(self, output: KeptOutput) -> None:
-        """Begin to bring the output back to the device, unless that has begun or it never left."""
-        if output.tier is Tier.GPU or output.is_asked_for:
+        """Begin to bring the output back to the device, unless that has begun or it never left: a forward may have broken off there."""
+        if not output.has_left or output.is_asked_for:
             return
         output.is_asked_for = True
         output.targets = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in output.packed.sizes]
