@@ -25,7 +25,7 @@ from lohan.planning.step_inputs import Candidate
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
 
-MAX_POINTS = 64
+MAX_POINTS = 32
 """Of a sweep; what lies between two of them is searched only beside the best."""
 _SAME = 1e-9
 """Steps whose times differ by less than this part of them are equally long: rounding."""
