@@ -255,7 +255,7 @@ def _choose_by_time(fit: Fit, profile: HardwareProfile | None, fitting: int) -> 
 
 def _micro_batches(fitting: int) -> list[int]:
     """Worth trying: the largest that fits, and the powers of two below it."""
-    return sorted({fitting, *(1 << power for power in range(fitting.bit_length() - 1))}, reverse=True)
+    return sorted({fitting, *(1 << power for power in range(fitting.bit_length()))}, reverse=True)
 
 
 def _check_filesystems(engine: EngineSection, hardware: HardwareFacts) -> None:
