@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 from lohan.planning.footprint import KEPT_REGIONS_AHEAD, KEPT_STAGING_BUFFERS
 from lohan.planning.tiers import Tier
@@ -65,13 +66,19 @@ class KeptMoves:
     _last: dict[tuple[Move, Tier], int] = field(default_factory=dict)
     _staging: list[int] = field(default_factory=list)
     """The last operation that used each staging buffer, in the order in which they were taken."""
+    _largest_region: int = field(init=False)
+    """What the region that sends out most sends out, in bytes."""
+
+    def __post_init__(self) -> None:
+        regions = (sizes for shapes in self.shapes.values() for sizes in zip(*(shape.bytes for shape in shapes), strict=True))
+        self._largest_region = max(map(sum, regions), default=0)
 
     def send(self, unit: int, region: int, before: tuple[int, ...]) -> tuple[int, ...]:
         """A region's forward, which waits for `before`, has been added; returns what the next computation waits for besides it."""
         released: list[int] = []
         for shape in self.shapes.get(unit, ()):
             size = shape.bytes[region]
-            most = max(self._largest_region(), size)
+            most = max(self._largest_region, size)
             while self._leaving and sum(size for _, size in self._leaving) + size > most:
                 released.append(self._leaving.popleft()[0])
             out = self._move(Move.OUT, unit, shape, region, before + self._buffer(shape.tier), anywhere=True)
@@ -91,8 +98,8 @@ class KeptMoves:
         self._leaving.clear()
         if (unit, region) in self._moved:
             self._bring(unit, region, now)
-        following = [key for key in reversed(self._regions) if key != (unit, region)]
-        for key in following[:KEPT_REGIONS_AHEAD]:
+        following = (key for key in reversed(self._regions) if key != (unit, region))
+        for key in islice(following, KEPT_REGIONS_AHEAD):
             self._bring(*key, now)
         moved = self._moved.get((unit, region), [])
         return left + tuple(item.back for item in moved if item.shape.is_input and item.back is not None)
@@ -101,7 +108,10 @@ class KeptMoves:
         """A region's backward has been added; returns what the next computation waits for besides it."""
         if (unit, region) not in self._moved:
             return ()
-        self._regions.remove((unit, region))
+        if self._regions[-1] == (unit, region):
+            self._regions.pop()
+        else:
+            self._regions.remove((unit, region))
         return tuple(item.back for item in self._moved.pop((unit, region)) if item.back is not None)
 
     def _bring(self, unit: int, region: int, now: tuple[int, ...]) -> None:
@@ -127,7 +137,3 @@ class KeptMoves:
         before = (self._last[line],) if line in self._last else ()
         self._last[line] = self.add(move, unit, shape.place, region, shape.bytes[region], after + before)
         return self._last[line]
-
-    def _largest_region(self) -> int:
-        """What the region that sends out most sends out."""
-        return max((sum(sizes) for shapes in self.shapes.values() for sizes in zip(*(s.bytes for s in shapes), strict=True)), default=0)
