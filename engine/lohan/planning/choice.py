@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lohan.config import ActivationPolicy, GradientBuffers
+from lohan.config import ActivationPolicy, GradientBuffers, Precision
 from lohan.errors import CapacityError
 from lohan.hardware.profile import BlockTimes, HardwareProfile
 from lohan.planning.cost_model import PhaseSeconds, Rates
@@ -22,7 +22,8 @@ from lohan.planning.policies import PolicyFacts, decide
 from lohan.planning.retention_choice import ActivationDecision, ActivationProblem, forced_retention
 from lohan.planning.schedule import Begin
 from lohan.planning.step_cost import StepCost, StepSeconds
-from lohan.planning.step_inputs import candidates, device_seconds, gradient_seconds, step_setting
+from lohan.planning.step_inputs import Candidate, candidates, device_seconds, gradient_seconds, step_setting
+from lohan.planning.workload import OperatorGroup
 from lohan.units import format_bytes
 
 _SHORTER = 0.995
@@ -177,7 +178,7 @@ class Chooser:
             self._rates,
         )
         problem = ActivationProblem(
-            candidates=candidates(fit.workload, times, batch=batch, length=length, itemsize=sizes.itemsize) if fit.can_keep else (),
+            candidates=self._candidates(times),
             blocks=fit.workload.blocks,
             boundary_bytes=fit.boundary_bytes if fit.can_keep else 0,
             gpu_bytes=rooms.gpu_bytes,
@@ -186,6 +187,19 @@ class Chooser:
             evaluate=cost,
         )
         return problem, self._facts(seconds.forward)
+
+    def _candidates(self, times: BlockTimes) -> tuple[Candidate, ...]:
+        """What may be kept in a run: without the attention of an fp32 run on a GPU, which has no fused kernel for grouped heads there, so
+        that its operators are others than those that were traced."""
+        fit = self._fit
+        if not fit.can_keep:
+            return ()
+        training = fit.training
+        found = candidates(fit.workload, times, batch=training.batch_size, length=training.sequence_length, itemsize=fit.sizes.itemsize)
+        if fit.gpu is None or training.precision is not Precision.FP32:
+            return found
+        attention = {operator.label for operator in fit.workload.operators if operator.group is OperatorGroup.ATTENTION}
+        return tuple(candidate for candidate in found if candidate.label not in attention)
 
     def _facts(self, forward_seconds: float) -> PolicyFacts:
         fit = self._fit
