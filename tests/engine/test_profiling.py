@@ -19,7 +19,7 @@ from lohan.errors import CapacityError, StorageError
 from lohan.hardware.probe import probe
 from lohan.hardware.profile import HardwareProfile
 from lohan.hardware.transfers import Operation
-from lohan.planning.planner import SSD_RESERVE_BYTES
+from lohan.planning.fit import SSD_RESERVE_BYTES
 from lohan.planning.state_form import StateForm
 from lohan.profiling import drives, progress, timing
 from lohan.profiling.device import measure_matmul
