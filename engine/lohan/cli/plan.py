@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lohan.cli.data_folder import ProfileFolder, StateDirectories, profile_folder, state_directories
 from lohan.cli.measuring import errors_in_words
 from lohan.errors import ConfigError
 
@@ -33,17 +33,8 @@ def plan(
     policy: Annotated[str | None, typer.Option(help="What decides about activations. Unset: holistic.")] = None,
     gpu_gib: Annotated[float | None, typer.Option(min=0, help="The GPU's memory is taken for so large, in GiB.")] = None,
     ram_gib: Annotated[float | None, typer.Option(min=0, help="Host memory the run may hold, in GiB.")] = None,
-    directory: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FOLDER",
-            envvar="LOHAN_STATE_DIRS",
-            help="Where states would lie; again for more drives. Unset: states in the data folder.",
-        ),
-    ] = None,
-    profiles: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where `lohan profile` keeps its figures. Unset: profiles in the data folder.")
-    ] = None,
+    directory: StateDirectories = None,
+    profiles: ProfileFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show how a run's bytes would be divided over GPU memory, RAM and SSD, and how long a step would take, without starting it."""
@@ -59,13 +50,10 @@ def plan(
         "--ram-gib": ram_gib,
     }
     with errors_in_words():
-        # As the service has it, which is not asked: it is not part of the engine.
-        data = Path(os.environ.get("LOHAN_DATA_DIR", "data")).absolute()
-        folder = profiles or data / "profiles"
         if what.suffix == RUN_FILE_SUFFIX:
-            result = _plan_of_run(what, given, folder)
+            result = _plan_of_run(what, given, profile_folder(profiles))
         else:
-            result = _plan_of_model(what, given, tuple(directory or (data / "states",)), folder)
+            result = _plan_of_model(what, given, state_directories(directory), profile_folder(profiles))
     if as_json:
         print(result.model_dump_json(indent=2))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lohan.cli.data_folder import ProfileFolder, StateDirectories, profile_folder, state_directories
 from lohan.cli.measuring import errors_in_words, terminated_in_order
 from lohan.config import Precision
 from lohan.errors import ConfigError, StorageError
@@ -60,14 +60,7 @@ def profile(
         Path | None,
         typer.Argument(metavar="[MODEL]", help="Measure one block of this model, too: a Hugging Face folder, or a GGUF file."),
     ] = None,
-    directory: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FOLDER",
-            envvar="LOHAN_STATE_DIRS",
-            help="Where states will lie; again for more drives. Unset: states in the data folder.",
-        ),
-    ] = None,
+    directory: StateDirectories = None,
     rows: Annotated[
         str | None, typer.Option(metavar="N,N", help="Rows of MODEL's micro-batches. Unset: 1,2,4,8, as far as a minute goes.")
     ] = None,
@@ -76,9 +69,7 @@ def profile(
         Precision | None, typer.Option(help="Of MODEL's block. Unset: bf16, or fp32 on a CPU without bf16 instructions.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or a GPU's UUID.")] = "auto",
-    profiles: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where profiles are kept. Unset: profiles in the data folder.")
-    ] = None,
+    profiles: ProfileFolder = None,
     again: Annotated[bool, typer.Option("--again", help="Measure what was measured before, too.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="In a few seconds, roughly; measured anew by the next call without it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
@@ -121,13 +112,11 @@ def _request(directories: list[Path] | None, device: str, profiles: Path | None,
     for folder in directories or ():
         if not folder.is_dir():
             raise ConfigError("there is no such folder", place=f"--directory {folder}", remedy="Name a folder that exists.")
-    # As the service has it, which is not asked: it is not part of the engine.
-    data = Path(os.environ.get("LOHAN_DATA_DIR", "data")).absolute()
-    places = tuple(folder.absolute() for folder in directories or (data / "states",))
+    places = state_directories(directories)
     resolved = _resolve(device)
     return _Request(
         directories=places,
-        folder=profiles or data / "profiles",
+        folder=profile_folder(profiles),
         device=resolved,
         facts=_facts(probe(places), resolved),
         again=again,
