@@ -1,7 +1,10 @@
-"""What the tests of `lohan bench` share: a watcher that remembers, tiny measurements of transfers and steps, a filter of records."""
+"""What tests of commands that measure share: a watcher that remembers, tiny measurements, a filter of records, an end by a signal."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from lohan.bench import io as io_bench
@@ -9,6 +12,7 @@ from lohan.bench.step_options import StepOptions
 from lohan.bench.step_shapes import ShapeName
 from lohan.config import Precision
 from lohan.units import KIB, MIB
+from tests.fixtures.waiting import wait_until
 
 
 class Notes:
@@ -47,3 +51,17 @@ def step_options(folder: Path, **changes: object) -> StepOptions:
     """Two steps of the tiny model on the CPU with each schedule, states in RAM."""
     values: dict = {"shape": ShapeName.TINY, "batches": (2,), "sequence": 16, "device": "cpu", "precision": Precision.FP32}
     return StepOptions(**{**values, "directories": (folder,), "steps": 2, **changes})
+
+
+def assert_termination_leaves_no_file(command: Sequence[str], folder: Path) -> None:
+    """A command that measures files in `folder` is sent SIGTERM once they are there."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: any(folder.glob("*/states")), timeout_seconds=120, what="the files")
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert list(folder.iterdir()) == []

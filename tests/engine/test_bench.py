@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +18,7 @@ from lohan.cli.bench import make_application
 from lohan.cli.measuring import ExitCode
 from lohan.errors import CapacityError, StorageError
 from lohan.units import GIB, KIB, MIB, parse_bytes
-from tests.engine.bench_runs import Notes, measured, options
-from tests.fixtures.waiting import wait_until
+from tests.engine.bench_runs import Notes, assert_termination_leaves_no_file, measured, options
 
 ADAM_KEYS = {"system", "case", "elements", "elements_per_second", "ratio_to_torch_fused", "memory_bandwidth_fraction"}
 IO_KEYS = {"system", "engine", "operation", "block_bytes", "depth", "bytes_per_second", "ratio_to_fio"}
@@ -109,16 +107,7 @@ def test_a_file_that_may_not_be_so_large_fails_with_place_and_remedy(tmp_path):
 def test_a_terminated_measurement_leaves_no_file(tmp_path):
     command = [sys.executable, "-m", "lohan.cli", "bench", "io", "--directory", str(tmp_path), "--size", "64M", "--depth", "4"]
     command += ["--rounds", "100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until(lambda: any(tmp_path.glob("*/states")), timeout_seconds=60, what="the files")
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 128 + signal.SIGTERM, errors
-    assert list(tmp_path.iterdir()) == []
+    assert_termination_leaves_no_file(command, tmp_path)
 
 
 def test_tables_show_what_was_measured_and_what_was_not(capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,9 +22,9 @@ from lohan.hardware.profile_files import facts_of_device, load_profile, profile_
 from lohan.models.blocks import trace_workload
 from lohan.profiling.progress import ProfileProgress
 from lohan.profiling.timing import QUICK, THOROUGH, Effort
+from tests.engine.bench_runs import assert_termination_leaves_no_file
 from tests.engine.profiles import block_times, figure, machine_facts, machine_profile
 from tests.fixtures.tiny_model import make_tiny_model
-from tests.fixtures.waiting import wait_until
 
 
 def application():
@@ -200,16 +199,7 @@ def test_a_quick_profile_of_this_machine_and_a_block(tmp_path):
 
 
 def test_a_terminated_measurement_leaves_no_file(tmp_path):
-    process = subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_until(lambda: any(tmp_path.glob("*/states")), timeout_seconds=120, what="the files")
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 128 + signal.SIGTERM, errors
-    assert list(tmp_path.iterdir()) == []
+    assert_termination_leaves_no_file(command(tmp_path), tmp_path)
 
 
 # ---------------------------------------------------------------- the tables
