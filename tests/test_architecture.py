@@ -77,6 +77,7 @@ FEATURE_EXTRAS = {
     "datasets/row_check.py": "runs inside the limited child",
     "datasets/upload.py": "from the network to the disk, block by block",
     "datasets/validation.py": "the task's work on a dataset",
+    "hardware/presentation.py": "measured figures as the page words them",
     "runs/announce.py": "wakes the streams of the web process",
     "runs/archive.py": "a folder as a zip file that is made while it is sent",
     "runs/curve.py": "down-sampling, pure",

@@ -122,6 +122,11 @@ class Settings(BaseSettings):
     def state_folders(self) -> tuple[Path, ...]:
         return self.state_dirs or (self.data_dir / "states",)
 
+    @property
+    def profiles_folder(self) -> Path:
+        """Where `lohan profile` keeps what it measured of this machine."""
+        return self.data_dir / "profiles"
+
     def run_folder(self, run_id: str) -> Path:
         return self.data_dir / "runs" / run_id
 

@@ -73,6 +73,15 @@ def format_percent(fraction: float | None) -> str:
     return MISSING if fraction is None else f"{100 * fraction:.0f} %"
 
 
+def format_seconds(seconds: float | None) -> str:
+    """A time as precise as a forecast or a measurement is: `1.23 ms`, `0.97 s`, `3 min 05 s`."""
+    if seconds is None:
+        return MISSING
+    if seconds >= 100:
+        return format_duration(seconds)
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+
+
 def format_time(moment: datetime) -> str:
     """A time in UTC; app.js turns the element it stands in into the reader's own zone."""
     return moment.astimezone(UTC).strftime("%-d %b %Y, %H:%M UTC")
@@ -96,6 +105,7 @@ def environment() -> Environment:
         bytes=format_bytes,
         count=format_count,
         duration=format_duration,
+        seconds=format_seconds,
         number=format_number,
         integer=format_integer,
         rate=format_rate,

@@ -22,10 +22,10 @@ def get_locked(session: Session, base_model_id: str) -> BaseModel | None:
     return session.scalar(select(BaseModel).where(BaseModel.id == base_model_id, BaseModel.deleted_at.is_(None)).with_for_update())
 
 
-def list_models(session: Session) -> Sequence[BaseModel]:
-    """Newest first, without their workloads."""
-    query = select(BaseModel).options(defer(BaseModel.workload)).where(BaseModel.deleted_at.is_(None)).order_by(BaseModel.id.desc())
-    return session.scalars(query).all()
+def list_models(session: Session, *, with_workloads: bool = False) -> Sequence[BaseModel]:
+    """Newest first; their workloads are loaded only where they are asked for."""
+    query = select(BaseModel).where(BaseModel.deleted_at.is_(None)).order_by(BaseModel.id.desc())
+    return session.scalars(query if with_workloads else query.options(defer(BaseModel.workload))).all()
 
 
 def find(session: Session, *, source: BaseModelSource, root: str, path_in_root: str) -> BaseModel | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 
+from pydantic import ValidationError
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from lohan.planning.workload import Workload
 from lohan_app.auth.repository import add_audit_entry
 from lohan_app.auth.schemas import Identity
 from lohan_app.base_models import repository, sources
@@ -33,6 +36,17 @@ def list_models(context: AppContext) -> Page[BaseModelView]:
     """Every registered model, newest first. All users see them."""
     with read_transaction(context.engine) as session:
         return Page(items=[BaseModelView.model_validate(model) for model in repository.list_models(session)])
+
+
+def names_by_workload(context: AppContext) -> dict[str, str]:
+    """The models' names by the digests of their workloads, under which `lohan profile` keeps what it measures of a model."""
+    with read_transaction(context.engine) as session:
+        known = [(model.name, model.workload) for model in repository.list_models(session, with_workloads=True) if model.workload]
+    names = {}
+    for name, workload in known:
+        with suppress(ValidationError):  # traced by another version
+            names[Workload.model_validate(workload).digest] = name
+    return names
 
 
 def get_model(context: AppContext, base_model_id: str) -> BaseModelView:

@@ -14,6 +14,12 @@ router = APIRouter(tags=["hardware"])
 
 @router.get("/hardware")
 def hardware(_: Reader, context: Context) -> HardwareView:
-    """CPU, RAM, GPUs and state directories as they are now."""
+    """CPU, RAM, GPUs and state directories as they are now, and how fast they were measured to be."""
     facts = context.hardware.facts()
-    return HardwareView(facts=facts.model_dump(mode="json"), choices=service.choices(facts, context.settings))
+    profile, fault = service.measured(facts, context.settings)
+    return HardwareView(
+        facts=facts.model_dump(mode="json"),
+        choices=service.choices(facts, context.settings),
+        profile=profile,
+        profile_problem=fault.to_dict() if fault is not None else None,
+    )

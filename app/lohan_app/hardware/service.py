@@ -1,4 +1,4 @@
-"""What the machine has, asked for at most every few seconds."""
+"""What the machine has, asked for at most every few seconds, and what was measured of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lohan.config import EngineSection
+from lohan.errors import ConfigError
 from lohan_app.settings import Settings
 
 if TYPE_CHECKING:
     from lohan.hardware.probe import HardwareFacts
+    from lohan.hardware.profile import HardwareProfile
 
 # Free memory moves all the time, but a page that shows it need not ask the driver more often than people look.
 FRESH_SECONDS = 5.0
@@ -35,6 +38,40 @@ class HardwareCache:
                 self._facts = probe(self._settings.state_folders)
                 self._probed_at = self._clock()
             return self._facts
+
+
+def usable(facts: HardwareFacts, settings: Settings) -> HardwareFacts:
+    """The machine without the GPUs that LOHAN_DEVICES leaves out."""
+    if not settings.devices:
+        return facts
+    by_uuid = {gpu.uuid: gpu for gpu in facts.gpus}
+    return facts.model_copy(update={"gpus": tuple(by_uuid[name] for name in settings.devices if name in by_uuid)})
+
+
+def measured(
+    facts: HardwareFacts, settings: Settings, engine: EngineSection | None = None
+) -> tuple[HardwareProfile | None, ConfigError | None]:
+    """What `lohan profile` measured of this machine with the device that `engine` asks for, and why a profile that is there cannot be used.
+
+    A damaged profile takes nothing but the forecast from anybody: it is told of, and never raised.
+
+    Args:
+        facts: of the machine with all its GPUs.
+        engine: without it, the device that `auto` takes.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    from lohan.planning.fit import choose_gpu  # as in `HardwareCache.facts`
+    from lohan.planning.machine import machine_profile
+
+    engine = (engine or EngineSection()).model_copy(update={"profiles": settings.profiles_folder})
+    usable_facts = usable(facts, settings)
+    choose_gpu(engine, usable_facts)
+    try:
+        return machine_profile(engine, usable_facts), None
+    except ConfigError as error:
+        return None, error
 
 
 def choices(facts: HardwareFacts, settings: Settings) -> list[str]:
