@@ -81,6 +81,7 @@ FEATURE_EXTRAS = {
     "runs/announce.py": "wakes the streams of the web process",
     "runs/archive.py": "a folder as a zip file that is made while it is sent",
     "runs/curve.py": "down-sampling, pure",
+    "runs/forecasts.py": "a plan's forecast as the pages word it",
     "runs/logs.py": "the trainer's log as text that a page can show",
     "runs/planning.py": "a plan for the machine as it will be when the run's turn comes",
     "runs/prepare.py": "the task's work on a run",

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from fixtures.profiles import profile_of
+
 from lohan.events import Event, EventType
+from lohan.hardware.probe import probe
+from lohan.hardware.profile_files import facts_of_device, save_profile
 from lohan.planning.plan import Plan, PlanItem, TierPlan
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind, UnitWorkload, Workload
@@ -71,6 +75,12 @@ def tiny_workload() -> Workload:
         tied_embeddings=True,
         block_saved_elements_per_token=800,
     )
+
+
+def measure(site: Site, *workloads: Workload) -> None:
+    """Leave a made-up profile of this machine's CPU and of these models in the data folder, as `lohan profile` does."""
+    facts = facts_of_device(probe(site.settings.state_folders), None)
+    save_profile(site.settings.profiles_folder, profile_of(facts, *workloads))
 
 
 def add_model(site: Site, **values: Any) -> BaseModel:

@@ -99,6 +99,15 @@
   });
   document.addEventListener("htmx:afterSettle", () => localTimes(document));
 
+  // What a reader opened stays open when its newer self takes its place: leaving a field asks for the plan again.
+  let opened = [];
+  document.addEventListener("htmx:beforeSwap", () => {
+    opened = [...document.querySelectorAll("details[id][open]")].map((details) => details.id);
+  });
+  document.addEventListener("htmx:afterSwap", () => {
+    for (const id of opened) document.getElementById(id)?.setAttribute("open", "");
+  });
+
   labelTheme();
   localTimes(document);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

@@ -22,7 +22,8 @@ from lohan_app.entities import BaseModelState, DatasetState, RunState
 from lohan_app.errors import problem_of_error
 from lohan_app.forms import FormError
 from lohan_app.paging import MAXIMUM_LIMIT, After
-from lohan_app.runs import presentation, run_form, service
+from lohan_app.runs import forecasts, presentation, run_form, service
+from lohan_app.runs.schemas import RunDetail
 from lohan_app.runs.states import ACTIVE_STATES
 from lohan_app.templating import render
 
@@ -132,11 +133,14 @@ def _plan_fields(context: AppContext, identity: Identity, form: Mapping[str, str
     if not form.get("base_model_id"):
         return {}
     try:
-        return {"plan": service.plan(context, identity, run_form.read_plan_request(form)).model_dump(mode="json")}
+        request = run_form.read_plan_request(form)
+        plan = service.plan(context, identity, request).model_dump(mode="json")
+        steps = service.planned_steps(context, identity, request.training, request.dataset_id)
     except CapacityError as error:
         return {"shortage": error}
     except LohanError as error:
         return {"plan_problem": error}
+    return {"plan": plan} | forecasts.forecast_fields(plan, steps)
 
 
 @router.get("/runs/new")
@@ -193,10 +197,12 @@ def run_page(request: Request, identity: PageUser, context: Context, run_id: str
 
 def _run_page(request: Request, context: AppContext, identity: Identity, run_id: str, problem: LohanError | None = None) -> HTMLResponse:
     fields = _summary(context, identity, run_id)
+    run: RunDetail = fields["run"]
+    fields |= forecasts.forecast_fields(run.plan, run.total_steps or service.planned_steps_of(context, identity, run))
     fields |= {
         "events": _events(context, identity, run_id),
-        "plan": fields["run"].plan,
-        "settings": presentation.describe_settings(fields["run"].settings),
+        "plan": run.plan,
+        "settings": presentation.describe_settings(run.settings),
         "problem": problem,
     }
     return render(request, "runs/detail.html", fields, viewer=identity, status_code=problem_of_error(problem).status if problem else 200)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lohan.config import EngineSection, Precision, TrainingSection
+from lohan.errors import ConfigError
 from lohan.hardware.probe import HardwareFacts
 from lohan.planning.plan import Plan
 from lohan.planning.planner import SLOW_BF16, default_precision, make_plan
 from lohan.planning.workload import Workload
 from lohan_app.entities import BaseModel, Run
 from lohan_app.errors import Unprocessable
+from lohan_app.hardware.service import measured, usable
 from lohan_app.settings import Settings
 
 CPU_DEVICES = ("cpu:0",)
@@ -21,32 +23,35 @@ def plan_run(
 ) -> Plan:
     """The memory split of a run of `model`; a precision that `training` leaves open becomes the one that suits the device.
 
-    What our own active runs hold counts as free: a run waits for them, and must not be refused because one of them is at work.
+    What our own active runs hold counts as free: a run waits for them, and must not be refused because one of them is at work. Where
+    `lohan profile` measured machine and model the plan goes by that.
 
     Raises:
         Unprocessable: the device is none that runs may use.
         ConfigError, CapacityError: see `lohan.planning.planner.make_plan`.
     """
-    usable = _as_if_idle(_usable(facts, settings), active)
-    _check_device(engine.device, usable, settings)
+    idle = _as_if_idle(usable(facts, settings), active)
+    _check_device(engine.device, idle, settings)
     engine = engine.model_copy(update={"unsafe_filesystems": settings.unsafe_filesystems})
     if "precision" not in training.model_fields_set:
-        training = training.model_copy(update={"precision": default_precision(engine, usable)})
-    return make_plan(Workload.model_validate(model.workload), model_name=model.name, training=training, engine=engine, hardware=usable)
+        training = training.model_copy(update={"precision": default_precision(engine, idle)})
+    profile, fault = measured(facts, settings, engine)
+    workload = Workload.model_validate(model.workload)
+    plan = make_plan(workload, model_name=model.name, training=training, engine=engine, hardware=idle, profile=profile)
+    return plan if fault is None else _with_fault(plan, fault)
+
+
+def _with_fault(plan: Plan, fault: ConfigError) -> Plan:
+    """The plan with the reason why a profile that is there was not used."""
+    # Without a profile the planner says that nothing was measured, in its only note about that command: it was, and is damaged.
+    others = (note for note in plan.notes if "`lohan profile`" not in note)
+    return plan.model_copy(update={"notes": (*others, f"There is no forecast of the time: {fault.message}. {fault.remedy}")})
 
 
 def suggested_precision(facts: HardwareFacts, settings: Settings) -> tuple[Precision, str]:
     """What suits the device that `auto` takes, and why where that is not bf16."""
-    precision = default_precision(EngineSection(), _usable(facts, settings))
+    precision = default_precision(EngineSection(), usable(facts, settings))
     return precision, SLOW_BF16 if precision is Precision.FP32 else ""
-
-
-def _usable(facts: HardwareFacts, settings: Settings) -> HardwareFacts:
-    """The machine without the GPUs that LOHAN_DEVICES leaves out."""
-    if not settings.devices:
-        return facts
-    by_uuid = {gpu.uuid: gpu for gpu in facts.gpus}
-    return facts.model_copy(update={"gpus": tuple(by_uuid[name] for name in settings.devices if name in by_uuid)})
 
 
 def _as_if_idle(facts: HardwareFacts, active: Sequence[Run]) -> HardwareFacts:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from lohan.config import EngineSection, TrainingSection, UnsafeFilesystems
+from lohan.config import ActivationPolicy, EngineSection, TrainingSection, UnsafeFilesystems
 from lohan_app.auth.schemas import DisplayName
 from lohan_app.entities import RunState, Wanted
 
@@ -54,6 +55,20 @@ class EngineRequest(EngineSection):
     def _administrators_drives(cls, value: UnsafeFilesystems) -> UnsafeFilesystems:
         if value is not UnsafeFilesystems.REFUSE:
             raise ValueError("is set by the administrator (LOHAN_UNSAFE_FILESYSTEMS)")
+        return value
+
+    @field_validator("profiles")
+    @classmethod
+    def _data_folders_profiles(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            raise ValueError("is the folder `profiles` in the data folder")
+        return value
+
+    @field_validator("policy")
+    @classmethod
+    def _without_a_solver(cls, value: ActivationPolicy) -> ActivationPolicy:
+        if value is ActivationPolicy.CHECKMATE:
+            raise ValueError("is for runs from the command line: this policy needs SciPy, which the service does not load")
         return value
 
 

@@ -8,10 +8,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from lohan.config import Precision
+from lohan.config import Precision, TrainingSection
 from lohan.planning.plan import Plan
 from lohan_app.auth.repository import add_audit_entry
 from lohan_app.auth.schemas import Identity
@@ -37,6 +38,7 @@ from lohan_app.paging import DEFAULT_LIMIT, Page, make_page
 from lohan_app.runs import queries, repository
 from lohan_app.runs.announce import announce
 from lohan_app.runs.curve import POINTS_LIMIT, down_sample
+from lohan_app.runs.forecasts import count_steps
 from lohan_app.runs.logs import read_log
 from lohan_app.runs.planning import plan_run, suggested_precision
 from lohan_app.runs.schemas import LogView, MetricPoint, MetricsView, PlanRequest, RunDetail, RunRequest, RunView, detail_of, view_of
@@ -68,6 +70,25 @@ def plan(context: AppContext, identity: Identity, request: PlanRequest) -> Plan:
         if request.dataset_id is not None:
             _visible_dataset(datasets.get(session, request.dataset_id), identity)
     return _plan(context, model, request)
+
+
+def planned_steps(context: AppContext, identity: Identity, training: TrainingSection, dataset_id: str | None) -> int | None:
+    """Steps of a run with these settings, if all usable rows of the dataset find room; None where that cannot be known."""
+    if training.max_steps or dataset_id is None:
+        return training.max_steps
+    with read_transaction(context.engine) as session:
+        dataset = datasets.get(session, dataset_id)
+        rows = (dataset.row_count or 0) if dataset is not None and identity.may_see(dataset.owner_id) else 0
+    return count_steps(training, rows)
+
+
+def planned_steps_of(context: AppContext, identity: Identity, run: RunDetail) -> int | None:
+    """Steps of a run that has not begun; None where that cannot be known."""
+    try:
+        training = TrainingSection.model_validate(run.settings.get("training", {}))
+    except ValidationError:  # stored by another version
+        return None
+    return planned_steps(context, identity, training, run.dataset_id)
 
 
 def suggest_precision(context: AppContext) -> tuple[Precision, str]:

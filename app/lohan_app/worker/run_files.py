@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lohan.config import RunConfig, parse_run_config
+from lohan.config import EngineSection, RunConfig, parse_run_config
 from lohan.errors import ConfigError
-from lohan.hardware.probe import occupied_bytes
+from lohan.hardware.probe import occupied_bytes, probe
 from lohan_app.entities import BaseModel, Run
+from lohan_app.hardware.service import measured
 from lohan_app.settings import Settings
 from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import write_atomically
+
+logger = logging.getLogger(__name__)
 
 
 def state_directories(settings: Settings, run_id: str) -> tuple[Path, ...]:
@@ -47,7 +51,11 @@ def write_run_files(settings: Settings, run: Run, weights: Path, *, device: str)
 
 
 def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> RunConfig:
-    """The run's configuration, with the device it was given."""
+    """The run's configuration, with the device it was given.
+
+    A run that was planned by measured figures is planned by them again; one that was not reserved nothing for what they would have it keep,
+    and goes on without, as it does where the profile was damaged since.
+    """
     files = RunFiles(settings.run_folder(run.id))
     engine = dict(run.settings.get("engine", {}))
     engine |= {
@@ -55,6 +63,8 @@ def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> R
         "state_directories": [str(folder) for folder in state_directories(settings, run.id)],
         "unsafe_filesystems": settings.unsafe_filesystems,
     }
+    if (run.plan or {}).get("forecast") is not None and _is_measured(settings, device):
+        engine["profiles"] = str(settings.profiles_folder)
     values = {
         "model": {"path": str(weights)},
         "data": {"path": str(files.tokens), "skip_bad_rows": run.skip_bad_rows},
@@ -63,6 +73,13 @@ def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> R
         "output": {"directory": str(files.folder)},
     }
     return parse_run_config(values, place=f"run {run.id}")
+
+
+def _is_measured(settings: Settings, device: str) -> bool:
+    profile, fault = measured(probe(settings.state_folders), settings, EngineSection(device=device))
+    if fault is not None:
+        logger.warning("the run is planned without measured figures: %s", fault)
+    return profile is not None
 
 
 def weights_of(settings: Settings, model: BaseModel | None) -> Path:
