@@ -10,19 +10,18 @@ the whole in as many rounds as wanted, every other one in the opposite order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from lohan._native import IoError
 from lohan.bench.records import Record, Watcher, median
-from lohan.bench.step_child import ChildFailed, StepChild
+from lohan.bench.step_child import StepChild
 from lohan.bench.step_disk import mixed_bytes_per_second
 from lohan.bench.step_options import StatesTier, StepOptions, StepSetting, StepTask
 from lohan.bench.step_plans import make_task, waves
 from lohan.bench.step_shapes import SHAPES, step_flops
+from lohan.bench.turns import Measurement, run_in_turns
 from lohan.config import ActivationPolicy
 from lohan.errors import LohanError
 from lohan.hardware.probe import probe
@@ -62,50 +61,11 @@ def run(options: StepOptions, watcher: Watcher) -> list[Record]:
     return records
 
 
-class _Measurement:
-    """What is known of one task so far."""
-
-    def __init__(self, task: StepTask) -> None:
-        self.task = task
-        self.steps: list[Record] = []
-        self.setup_seconds: list[float] = []
-        self.results: list[Record] = []
-        self.failure = ""
-
-    def attempt(self, do: Callable[[], None]) -> None:
-        """Unless it failed before; a failure is kept as the reason."""
-        if self.failure:
-            return
-        try:
-            do()
-        except ChildFailed as error:
-            self.failure = error.message
-
-    def set_up(self, child: StepChild, options: StepOptions, watcher: Watcher, *, in_turns: bool) -> None:
-        """Wait for the child, and let it warm up; with `in_turns` it rests then."""
-        watcher.note(f"{self.task.name}: setting up")
-        self.setup_seconds.append(child.wait_ready())
-        for number in range(1, options.warmup + 1):
-            watcher.done(f"{self.task.name}, warm-up {number}: {child.step()['seconds']:.3f} s")
-        if in_turns:
-            child.pause()
-
-    def take_step(self, child: StepChild, watcher: Watcher, *, in_turns: bool) -> None:
-        """A timed step; with `in_turns` the child rests after it."""
-        self.steps.append(child.step())
-        if in_turns:
-            child.pause()
-        watcher.done(f"{self.task.name}, step {len(self.steps)}: {self.steps[-1]['seconds']:.3f} s")
-
-    def finish(self, child: StepChild) -> None:
-        self.results.append(child.finish())
-
-
 class _Comparison:
     """Tasks of one tier and batch, in waves that are set up together."""
 
     def __init__(self, groups: Sequence[Sequence[StepTask]], options: StepOptions, watcher: Watcher) -> None:
-        self._groups = [[_Measurement(task) for task in wave] for wave in groups]
+        self._groups = [[Measurement(task) for task in wave] for wave in groups]
         self._options, self._watcher = options, watcher
         # Whoever is set up once takes all steps of all rounds then.
         alone = len(groups) == 1
@@ -131,7 +91,7 @@ class _Comparison:
         peaks: dict[int, float] = {}
         for result in itertools.chain.from_iterable(measurement.results for measurement, _ in measured):
             peaks[result["micro_batch"]] = max(result["block_peak_tflops"], peaks.get(result["micro_batch"], 0.0))
-        return [_record(self._options, measurement, peaks, mixed=rate, in_turns=in_turns) for measurement, in_turns in measured]
+        return [step_record(self._options, measurement, peaks, mixed=rate, in_turns=in_turns) for measurement, in_turns in measured]
 
 
 def _measure_files(tier: StatesTier, directories: tuple[Path, ...], mixed: list[float], watcher: Watcher) -> None:
@@ -147,22 +107,13 @@ def _measure_files(tier: StatesTier, directories: tuple[Path, ...], mixed: list[
     mixed += [rate] if rate else []
 
 
-def _run_in_turns(measured: Sequence[_Measurement], options: StepOptions, steps: int, watcher: Watcher) -> None:
-    """All at once: set up one after the other, so that their accounts of the GPU do not mix; then single steps in turns."""
-    in_turns = len(measured) > 1
-    with ExitStack() as stack:
-        running: list[tuple[_Measurement, StepChild]] = []
-        for measurement in measured:
-            changes = {"warmup": options.warmup, "trace_step": _last_step(options.warmup, steps, in_turns=in_turns)}
-            child = stack.enter_context(StepChild(measurement.task.model_copy(update=changes)))
-            running.append((measurement, child))
-            measurement.attempt(partial(measurement.set_up, child, options, watcher, in_turns=in_turns))
-        for turn in range(steps):
-            first = turn % len(running) if running else 0
-            for measurement, child in running[first:] + running[:first]:
-                measurement.attempt(partial(measurement.take_step, child, watcher, in_turns=in_turns))
-        for measurement, child in running:
-            measurement.attempt(partial(measurement.finish, child))
+def _run_in_turns(measured: Sequence[Measurement], options: StepOptions, steps: int, watcher: Watcher) -> None:
+    last = _last_step(options.warmup, steps, in_turns=len(measured) > 1)
+
+    def start(task: StepTask) -> StepChild:
+        return StepChild(task.model_copy(update={"warmup": options.warmup, "trace_step": last}))
+
+    run_in_turns(measured, start, warmup=options.warmup, steps=steps, watcher=watcher)
 
 
 def _last_step(warmup: int, steps: int, *, in_turns: bool) -> int:
@@ -204,9 +155,16 @@ def _skipped(options: StepOptions, setting: StepSetting, reason: str) -> Record:
     return {**_settings(options, setting), "skipped": reason}
 
 
-def _record(
-    options: StepOptions, measurement: _Measurement, block_peaks: dict[int, float], *, mixed: float | None, in_turns: bool
+def step_record(
+    options: StepOptions, measurement: Measurement, block_peaks: dict[int, float], *, mixed: float | None, in_turns: bool
 ) -> Record:
+    """One setting's record: its medians and peaks, or why there are none.
+
+    Args:
+        block_peaks: TFLOPS of one block by itself, by micro-batch.
+        mixed: bytes a second of its directories, if measured.
+        in_turns: whether its steps took turns with others'.
+    """
     task = measurement.task
     engine, plan = task.engine, task.plan
     setting = StepSetting(engine.schedule, task.training.batch_size, task.tier, engine.policy, engine.swapped_activation_bytes)

@@ -1,15 +1,16 @@
-"""The parent's end of a `step_worker`: starts it, asks it, and sees that nothing of it is left."""
+"""The parent's end of a process that is measured (`step_worker`, see `serving`): starts it, asks it, and sees that nothing is left."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from shutil import copyfile
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from lohan.errors import LohanError
 from lohan.hardware.transfers import CHOICE_FILE
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lohan.bench.records import Record
-    from lohan.bench.step_options import StepTask
 
 _LAST_BYTES: Final = 2000
 
@@ -28,20 +28,36 @@ class ChildFailed(LohanError):  # noqa: N818 - what a child said, or its death
     """A child could not go on; the message is the reason."""
 
 
+class ChildTask(Protocol):
+    """What a child is told first, as JSON: a pydantic model with a field `folders`."""
+
+    @property
+    def name(self) -> str:
+        """As progress shows it."""
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """In each of which the child gets a folder of its own."""
+
+    def model_copy(self, *, update: dict[str, Any]) -> Self: ...
+
+    def model_dump_json(self) -> str: ...
+
+
 class StepChild:
     """A process of its own for one task, with folders of its own. Leaving its `with` block ends the process and removes the folders.
 
     It is in a session of its own, so that Ctrl-C reaches the parent alone, which then ends it.
     """
 
-    def __init__(self, task: StepTask, *, command: tuple[str, ...] = (sys.executable, "-m", "lohan.bench.step_worker")) -> None:
+    def __init__(self, task: ChildTask, *, command: tuple[str, ...] = (sys.executable, "-m", "lohan.bench.step_worker")) -> None:
         self.task = task
         self._command = command
         self._resources = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            directories = self.task.engine.state_directories
+            directories = self.task.directories
             folders = stack.enter_context(temporary_folders(directories))
             _bring_choices(directories, folders)
             self._messages = stack.enter_context(tempfile.TemporaryFile())
@@ -83,6 +99,15 @@ class StepChild:
         self._order("pause")
         self._answer("pause")
 
+    def use(self, choice: str) -> None:
+        """Have it go on in another way, see `ServedRun.use`.
+
+        Raises:
+            ChildFailed: it failed.
+        """
+        self._order(f"use {choice}")
+        self._answer("use")
+
     def finish(self) -> Record:
         """What the whole run took, see `StepRun.finish`.
 
@@ -121,8 +146,9 @@ class StepChild:
         return f"the process ended with status {status}: {lines[-1][-_LAST_BYTES:]}"
 
     def _end(self) -> None:
-        """Nothing that it holds is worth waiting for."""
-        self._process.kill()
+        """Nothing that it holds is worth waiting for; nor is what it started in its session, such as compilers."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

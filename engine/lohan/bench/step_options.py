@@ -90,6 +90,11 @@ class StepTask(BaseModel):
         return SHAPES[self.shape_name]
 
     @property
+    def directories(self) -> tuple[Path, ...]:
+        """Those that were named."""
+        return self.engine.state_directories
+
+    @property
     def name(self) -> str:
         """As progress shows it."""
         swapped = self.engine.swapped_activation_bytes

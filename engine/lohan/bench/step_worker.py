@@ -1,88 +1,36 @@
 """The process that runs one setting of `lohan bench step`, alone, so that its memory is its own: `python -m lohan.bench.step_worker`.
 
-It reads lines from standard input: the task as JSON, then `step` and `pause` as often as wanted, then `finish`. Each is answered with one
-line of JSON, an object with one field: `ready`, `step`, `pause`, `result`, or `error` with what was wrong, after which it ends. It also
-ends when standard input does, that is, with the process that started it; whatever happens, its folders are then removed.
+Its lines are those of `lohan.bench.serving`.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 import lohan
+from lohan.bench.serving import serve
 from lohan.bench.step_memory import GpuMemory, host_peak_bytes
 from lohan.bench.step_model import PooledWeights, block_seconds, make_config
 from lohan.bench.step_options import StepTask
 from lohan.bench.step_shapes import TRAINING_TO_FORWARD, block_forward_flops
 from lohan.config import Durability, Precision
-from lohan.errors import EngineError, LohanError
+from lohan.errors import EngineError
 from lohan.streaming.device import resolve_device
 from lohan.streaming.trace import Trace, write_perfetto
 
 if TYPE_CHECKING:
     from lohan.bench.records import Record
 
-Answer = Callable[[Any], None]
-
-_MAX_REASON_CHARACTERS: Final = 500
-
 
 def main() -> int:
     """Serve standard input; returns the exit status."""
-    answer = _take_over_standard_output()
-    line = sys.stdin.readline()
-    if not line:
-        return 1
-    task = StepTask.model_validate_json(line)
-    try:
-        with StepRun(task) as run:
-            answer({"ready": run.setup_seconds})
-            _serve(run, sys.stdin, answer)
-    except Exception as error:  # noqa: BLE001 - whatever it was, the record must say it
-        words = str(error) if isinstance(error, LohanError) else f"{type(error).__name__}: {error}"
-        answer({"error": " ".join(words.split())[:_MAX_REASON_CHARACTERS]})
-        return 1
-    finally:
-        for folder in task.folders:
-            shutil.rmtree(folder, ignore_errors=True)
-    return 0
-
-
-def _take_over_standard_output() -> Answer:
-    """Answers go to what was standard output; what libraries print goes to standard error."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(content: Any) -> None:
-        channel.write(json.dumps(content) + "\n")
-        channel.flush()
-
-    return answer
-
-
-def _serve(run: StepRun, orders: Iterable[str], answer: Answer) -> None:
-    for order in orders:
-        match order.strip():
-            case "step":
-                answer({"step": run.step()})
-            case "pause":
-                run.pause()
-                answer({"pause": None})
-            case "finish":
-                answer({"result": run.finish()})
-                return
-            case other:
-                raise ValueError(f"there is no order {other!r}")
+    return serve(StepTask.model_validate_json, StepRun)
 
 
 class StepRun:
@@ -158,6 +106,10 @@ class StepRun:
         """Finish all updates and records, so that nothing goes on while others take their steps."""
         self._session.wait()
         self._last_end = None
+
+    def use(self, choice: str) -> None:
+        """A plan decides how the engine works: there is nothing to choose."""
+        raise EngineError(f"a session cannot go on with {choice!r}")
 
     def _take_step(self) -> tuple[float, float]:
         """The loss of one step, and when its backward had ended."""
