@@ -168,6 +168,31 @@ def print_step(records: Sequence[Record]) -> None:
         _print(shares, "The last step of each: for what part of it each resource was busy, and the device waited", columns)
 
 
+def print_peers(records: Sequence[Record]) -> None:
+    """One row a system and setting; ratios are those of one run, in which the two took steps in turns or in rounds."""
+    _print(
+        records,
+        "Training steps beside other systems: medians; a ratio is a system's seconds over LoHan's in the same run",
+        {
+            "system": ("system", str),
+            "tuned": ("tuned", lambda tuned: "yes" if tuned else "no"),
+            "shape": ("shape", str),
+            "tier": ("states_tier", str),
+            "batch": ("batch", str),
+            "micro": ("micro_batch", str),
+            "policy": ("policy", str),
+            "clip": ("clip", str),
+            "kernels": ("kernels", str),
+            "s/step": ("step_seconds", lambda seconds: f"{seconds:.3f}"),
+            "TFLOPS": ("tflops", lambda rate: f"{rate:.3g}"),
+            "x LoHan": ("ratio_to_lohan", _ratio),
+            "in turns": ("in_turns", lambda in_turns: "yes" if in_turns else "no"),
+            "GPU": ("gpu_peak_bytes", format_bytes),
+            "host": ("host_peak_bytes", format_bytes),
+        },
+    )
+
+
 def _ratio(value: float) -> str:
     return f"{value:.2f}"
 

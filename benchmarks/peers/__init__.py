@@ -1,0 +1,1 @@
+"""Whole training steps of other systems beside LoHan's: `python -m benchmarks.peers`."""
