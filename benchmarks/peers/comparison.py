@@ -183,10 +183,13 @@ def host_bytes(task: PeerTask) -> int:
 def _measure(group: _Group, hardware: HardwareFacts, watcher: Watcher) -> list[Record]:
     """In turns if all fit at once; else one after the other, in rounds of alternating order."""
     options, everyone = group.options, [group.ours, *group.peers]
-    for measurement in everyone:
-        measurement.task = measurement.task.model_copy(update={"warmup": options.warmup})
     first, *others = group.peers or [None]
     in_turns = first is not None and _fits(_Group(group.ours, options, others), first.task, hardware)
+    for measurement in everyone:
+        measurement.task = measurement.task.model_copy(update={"warmup": options.warmup})
+    # As in `lohan bench step`, the last step is the one that is recorded.
+    last = step.last_step(options.warmup, options.steps, in_turns=in_turns)
+    group.ours.task = group.ours.task.model_copy(update={"trace_step": last})
     if in_turns:
         watcher.expect(len(everyone) * (options.warmup + options.steps))
         run_in_turns(everyone, start, warmup=options.warmup, steps=options.steps, watcher=watcher)

@@ -108,7 +108,7 @@ def _measure_files(tier: StatesTier, directories: tuple[Path, ...], mixed: list[
 
 
 def _run_in_turns(measured: Sequence[Measurement], options: StepOptions, steps: int, watcher: Watcher) -> None:
-    last = _last_step(options.warmup, steps, in_turns=len(measured) > 1)
+    last = last_step(options.warmup, steps, in_turns=len(measured) > 1)
 
     def start(task: StepTask) -> StepChild:
         return StepChild(task.model_copy(update={"warmup": options.warmup, "trace_step": last}))
@@ -116,7 +116,7 @@ def _run_in_turns(measured: Sequence[Measurement], options: StepOptions, steps: 
     run_in_turns(measured, start, warmup=options.warmup, steps=steps, watcher=watcher)
 
 
-def _last_step(warmup: int, steps: int, *, in_turns: bool) -> int:
+def last_step(warmup: int, steps: int, *, in_turns: bool) -> int:
     """How many steps a child takes in all: one that does not count goes before those that follow each other."""
     if not in_turns:
         return 1 + warmup + steps
