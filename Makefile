@@ -55,7 +55,7 @@ endef
 
 test: setup chromium filesystems  ## Run every test: native, parity, engine, service, browser (T=path runs one file)
 	$(if $(T),,$(run_ctest))
-	@$(PYTEST) --durations=15 $(or $(T),tests)
+	@$(if $(T),$(PYTEST) --durations=15 $(T),.ci/test $(PYTEST) --durations=15)
 
 test-native: setup  ## Build and run the native core's own tests: C++ (CTest) and from Python
 	$(run_ctest)
