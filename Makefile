@@ -66,7 +66,7 @@ test-native-soak: setup  ## Run a million small file operations on each engine: 
 	@cd $(NATIVE_BUILD)/tests && LOHAN_SOAK_OPERATIONS=1000000 ./io_soak_test
 
 test-parity: setup  ## Compare the engine with plain PyTorch, step by step
-	@$(PYTEST) tests/engine -k parity
+	@LOHAN_PARITY=whole $(PYTEST) tests/engine -k parity
 
 test-crash: setup filesystems  ## Kill trainers at random instants and every boundary of a step, cut the power, fail transfers (N=how many, SEED=which instants)
 	@LOHAN_CRASH_KILLS=$(or $(N),100) $(if $(SEED),LOHAN_CRASH_SEED=$(SEED)) $(PYTEST) tests/engine/test_crash.py tests/engine/test_crash_power_cut.py \
