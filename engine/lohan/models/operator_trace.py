@@ -33,6 +33,7 @@ from torch.utils.flop_counter import flop_registry
 from lohan.errors import ModelError
 from lohan.models.block_inputs import Mask, block_arguments
 from lohan.models.operators import BlockOperators, draws_random_numbers, operator_name
+from lohan.models.trace import CANNOT_RUN
 from lohan.planning.workload import Coefficients, OperatorGroup, OperatorWorkload
 
 FITTED_SHAPES = ((2, 64), (4, 64), (2, 128))
@@ -42,7 +43,6 @@ _SINGLE_ROW = (1, 64)  # some copies are not made of a single row
 _ITEM_BYTES = torch.bfloat16.itemsize
 _META = torch.device("meta")
 # What a block that cannot run by itself, or not without data, fails with.
-_CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError)
 
 
 def trace_operators(block: nn.Module, hidden_size: int, rotary: nn.Module | None) -> tuple[OperatorWorkload, ...]:
@@ -66,7 +66,7 @@ def trace_operators(block: nn.Module, hidden_size: int, rotary: nn.Module | None
         runs = [run(shape) for shape in (*FITTED_SHAPES, CHECKED_SHAPE)]
         others = [run(FITTED_SHAPES[0], dtype=torch.float32), run(FITTED_SHAPES[0], mask=Mask.DENSE)]
         single_row = run(_SINGLE_ROW)
-    except _CANNOT_RUN as error:
+    except CANNOT_RUN as error:
         raise _untraceable(block, f"it cannot run by itself: {error}") from error
     finally:
         operators.close()

@@ -16,7 +16,7 @@ from lohan.models.block_inputs import block_arguments
 
 TRACED_LENGTHS = (64, 128, 192)
 """Tokens. Three lengths tell the part that grows with the tokens from the part that grows with their square."""
-_CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError)
+CANNOT_RUN = (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError)
 
 
 def saved_elements_per_token(block: nn.Module, hidden_size: int, rotary: nn.Module | None) -> int:
@@ -34,7 +34,7 @@ def saved_elements_per_token(block: nn.Module, hidden_size: int, rotary: nn.Modu
     """
     try:
         return _part_linear_in_length([_run(block, [], hidden_size, rotary, length).saved[-1] for length in TRACED_LENGTHS])
-    except _CANNOT_RUN:
+    except CANNOT_RUN:
         return _linear_elements(block)
 
 
@@ -52,7 +52,7 @@ def trace_parts(block: nn.Module, parts: Sequence[Sequence[nn.Module]], hidden_s
     """Measure `block` cut into `parts`, each a main module and what goes with it; arguments as for `saved_elements_per_token`."""
     try:
         runs = [_run(block, parts, hidden_size, rotary, length) for length in TRACED_LENGTHS]
-    except _CANNOT_RUN:
+    except CANNOT_RUN:
         saved = tuple(sum(_linear_elements(module) for module in part) for part in parts)
         return PartsTrace(saved, sum(map(len, parts)))
     saved = tuple(_part_linear_in_length([run.saved[index] for run in runs]) for index in range(len(parts)))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lohan.config import ActivationPolicy, GradientBuffers, Precision
 from lohan.errors import CapacityError
 from lohan.hardware.profile import BlockTimes, HardwareProfile
 from lohan.planning.cost_model import PhaseSeconds, Rates
-from lohan.planning.fit import Fit, Rooms
+from lohan.planning.fit import ROUNDS, Fit, Rooms
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
 from lohan.planning.forecast import Alternative, Forecast, PhaseForecast, SweepForecast
 from lohan.planning.policies import PolicyFacts, decide
@@ -29,8 +29,6 @@ from lohan.units import format_bytes
 _SHORTER = 0.995
 """A step must be shorter by this factor to be taken for a smaller micro-batch: the figures are no more exact, and each region has costs of
 its own that no figure has."""
-_ROUNDS = 8
-"""Of making room for what the kept activations themselves need on their way."""
 
 
 @dataclass(frozen=True)
@@ -136,17 +134,19 @@ class Chooser:
         if times is None:
             return None
         rooms = self._fit.activation_rooms(micro_batch, kept_units)
-        for _ in range(_ROUNDS):
-            problem, facts = self._problem(times, micro_batch, kept_units, rooms)
+        problem, facts = self._problem(times, micro_batch, kept_units, rooms)
+        for _ in range(ROUNDS):
             choice = Choice(self._fit, micro_batch, kept_units, self._decision(problem, facts))
-            plans = self._fit.memory(micro_batch, kept_units, choice.decision.retention)
-            over = [max(0, plan.used_bytes - plan.capacity_bytes) for plan in plans]
-            if not any(over):
+            less = self._fit.less_room(rooms, micro_batch, kept_units, choice.decision.retention)
+            if less is None:
                 return choice
-            rooms = rooms.less(*(over if self._fit.gpu is not None else reversed(over)))
+            rooms = less
+            problem = replace(problem, gpu_bytes=rooms.gpu_bytes, ram_bytes=rooms.ram_bytes)
+        plans = self._fit.memory(micro_batch, kept_units, choice.decision.retention)
         short = max(plans, key=lambda plan: plan.used_bytes - plan.capacity_bytes)
+        missing = format_bytes(short.used_bytes - short.capacity_bytes)
         raise CapacityError(
-            f"no room is left for what the policy {self._policy} keeps: {format_bytes(max(over))} are missing",
+            f"no room is left for what the policy {self._policy} keeps: {missing} are missing",
             need_bytes=short.used_bytes,
             have_bytes=short.capacity_bytes,
             place="activations",

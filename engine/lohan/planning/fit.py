@@ -40,8 +40,8 @@ SSD_RESERVE_BYTES = 1 * GIB
 
 
 NOTHING_KEPT = Retention()
-_ROUNDS = 4
-"""Of making room for what inputs themselves need on their way."""
+ROUNDS = 8
+"""Of making room for what kept activations themselves need on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,20 @@ class Fit:
             return NOTHING_KEPT
         rooms = self.activation_rooms(micro_batch, kept_units)
         retention = NOTHING_KEPT
-        for _ in range(_ROUNDS):
+        for _ in range(ROUNDS):
             retention = place_inputs(self.workload.blocks, self.boundary_bytes, (rooms.gpu_bytes, rooms.ram_bytes, rooms.ssd_bytes))
-            over = [max(0, -_left(plan)) for plan in self.memory(micro_batch, kept_units, retention)]
-            if not any(over):
+            less = self.less_room(rooms, micro_batch, kept_units, retention)
+            if less is None:
                 break
-            rooms = rooms.less(*(over if self.gpu is not None else reversed(over)))
+            rooms = less
         return retention
+
+    def less_room(self, rooms: Rooms, micro_batch: int, kept_units: int, retention: Retention) -> Rooms | None:
+        """What to try where `retention`, which was made for `rooms`, needs more than there is on its way; None where it fits."""
+        over = [max(0, -_left(plan)) for plan in self.memory(micro_batch, kept_units, retention)]
+        if not any(over):
+            return None
+        return rooms.less(*(over if self.gpu is not None else reversed(over)))
 
     def kept_items(self, retention: Retention, micro_batch: int) -> Mapping[Tier, tuple[PlanItem, ...]]:
         """What a retention keeps of this batch, by tier."""
