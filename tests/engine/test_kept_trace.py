@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 
 import pytest
-import torch
 
 from lohan.config import Precision
 from lohan.planning.comparison import DifferenceKind, compare
@@ -151,8 +150,9 @@ def test_what_is_on_its_way_out_is_bounded_by_one_region():
 @pytest.mark.gpu
 @pytest.mark.parametrize("retention", [MIXED, ORDERED_WITH_INPUTS, Retention()], ids=["mixed", "all tiers", "none"])
 def test_so_it_does_on_a_gpu(retention, tmp_path):
-    operations, steps = traced(make_llama(), tmp_path, retention=retention, device="cuda")
+    # In fp32 a GPU has no kernel for grouped attention, whose output `retention` names.
+    operations, steps = traced(make_llama(), tmp_path, retention=retention, device="cuda", precision=Precision.BF16)
+    assert steps
     for step in steps:
         differences = compare(operations, step, tolerance_seconds=2e-4)
         assert not differences, "\n".join(map(str, differences[:20]))
-    assert torch.cuda.is_available()

@@ -100,7 +100,7 @@ def test_what_can_be_kept_is_what_a_run_dispatches(name, dtype, padded, device):
     can_be_kept = {label: operator for label, operator in by_label(workload).items() if operator.can_be_kept}
     assert can_be_kept
     if device == "cuda" and dtype == torch.float32 and "self_attn:attention#0" not in run:
-        del can_be_kept["self_attn:attention#0"]  # grouped: there is no such kernel
+        can_be_kept.pop("self_attn:attention#0", None)  # grouped: there is no such kernel
     assert set(can_be_kept) <= set(run)
     for label, operator in can_be_kept.items():
         predicted = operator.output_elements.at(ROWS, LENGTH) * dtype.itemsize

@@ -51,7 +51,7 @@ def test_a_gpu_multiplies_in_either_type(gpu, dtype):
 
 
 def test_a_full_gpu_is_told_from_a_slow_one(gpu, monkeypatch):
-    monkeypatch.setattr(device_measurements.torch.cuda, "mem_get_info", lambda _: (MIB, 24 * GIB))
+    monkeypatch.setattr(device_measurements.torch.cuda, "mem_get_info", lambda _: (MIB // 4, 24 * GIB))
     for measure in (
         lambda: measure_device_memory(gpu, QUICK),
         lambda: measure_copies(gpu, QUICK, free_host_bytes=8 * GIB),

@@ -171,8 +171,12 @@ class _BlockPasses:
         rows, length, _ = hidden.shape
         self._block, self._hidden = block, hidden
         self._arguments = block_arguments(block, rotary, rows, length, device=hidden.device, dtype=hidden.dtype)
+        # Random like the block's input: products of equal numbers take less power, and a GPU that is not held back by it is faster.
+        self._gradient = torch.randn_like(hidden)
         self._clock = _Clock(hidden.device)
         _put_weights(block, hidden.device, hidden.dtype)
+        # A GPU's backwards run on a thread of their own, whose CUDA context comes with its first kernel; cuBLAS, if it is first, warns.
+        torch.ones((), device=hidden.device, requires_grad=True).exp().backward()  # type: ignore[no-untyped-call]
 
     def time_passes(self) -> tuple[float, float]:
         """Seconds of a forward and of the backward after it."""
@@ -180,7 +184,7 @@ class _BlockPasses:
         begin = self._clock.mark()
         output = self._forward()
         middle = self._clock.mark()
-        output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]
+        output.backward(self._gradient)  # type: ignore[no-untyped-call]
         end = self._clock.mark()
         self._clock.wait()
         self._hidden.grad = None

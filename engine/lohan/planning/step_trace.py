@@ -51,7 +51,8 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One step: from where its forward begins to where the next one's does, or to its last span where none followed."""
+    """One step: from where its forward begins to where the next one's does, or to where all it began was waited for, whichever is first;
+    to its last span where there is neither."""
 
     step: int
     start_seconds: float

@@ -110,6 +110,7 @@ class Session:
         self._stages.pending.wait_all()
         if trace is not None:
             trace.add(trace.step, Wait.UPDATES, None, begun, trace.mark(trace.step))
+            trace.settle()
 
     def wait_gradients(self) -> None:
         """Block until all gradients of the newest step have been looked at, so that `Statistics.last_step` is its.

@@ -86,6 +86,7 @@ class Trace:
         self._raw: dict[int, list[_Raw]] = defaultdict(list)
         self._spans: dict[int, list[Span]] = defaultdict(list)
         self._starts: dict[int, float] = {}
+        self._settled: dict[int, float] = {}
         self._ended = 0
         self._count = 0
         self.dropped_spans = 0
@@ -136,6 +137,11 @@ class Trace:
     def end_step(self) -> None:
         """The backward of the step under way has ended."""
         self._ended = self.step
+
+    def settle(self) -> None:
+        """All that was begun is done: where the session pauses behind a step's end, the pause is not the step's."""
+        if self._ended == self.step:
+            self._settled.setdefault(self.step, time.perf_counter())
 
     def mark(self, step: int, stream: Any = None) -> Mark | None:
         """Now, or when the stream's work so far is done; None where `step` is not recorded."""
@@ -221,7 +227,8 @@ class Trace:
     def _step_trace(self, step: int) -> StepTrace:
         spans = tuple(sorted(self._spans[step], key=lambda span: (span.start_seconds, span.end_seconds)))
         start = self._starts[step]
-        end = self._starts.get(step + 1) or max((span.end_seconds for span in spans), default=start)
+        ends = [seconds for seconds in (self._starts.get(step + 1), self._settled.get(step)) if seconds is not None]
+        end = min(ends) if ends else max((span.end_seconds for span in spans), default=start)
         return StepTrace(step, start, end, spans)
 
 
