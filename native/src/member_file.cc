@@ -76,6 +76,7 @@ void MemberFile::ChooseDirect() {
   CheckedCall("statfs", path_, std::nullopt, [&] { return fstatfs(buffered_.value(), &filesystem); });
   if (filesystem.f_type == TMPFS_MAGIC || filesystem.f_type == RAMFS_MAGIC) {
     direct_refusal_ = "the file lies on a filesystem in memory (tmpfs), where O_DIRECT has no meaning";
+    MapWhole();
     return;
   }
   if (const std::optional<DirectAlignment> alignment = AskDirectAlignment(buffered_.value())) {
@@ -101,6 +102,16 @@ void MemberFile::ChooseDirect() {
   }
   // Only partial pages pass the page cache from here on; reading ahead of them would fill it with neighbours.
   posix_fadvise(buffered_.value(), 0, 0, POSIX_FADV_RANDOM);
+}
+
+// A write to a file in memory holds the lock of its inode until all is copied, so that one thread at a time
+// writes to it, at one processor's speed; copies to a mapping go side by side. Not where pages are missing,
+// which may not be had later.
+void MemberFile::MapWhole() {
+  struct stat status{};
+  CheckedCall("stat", path_, std::nullopt, [&] { return fstat(buffered_.value(), &status); });
+  constexpr int64_t kBlockBytes = 512;  // of st_blocks, whatever the filesystem's own
+  if (status.st_blocks * kBlockBytes >= size_bytes_) mapping_ = FileMapping(buffered_.value(), size_bytes_);
 }
 
 int MemberFile::descriptor(Route route) const {
@@ -131,6 +142,7 @@ void MemberFile::Sync() {
 }
 
 void MemberFile::Close() {
+  mapping_ = FileMapping();
   direct_ = Descriptor();
   buffered_.Close(path_);
 }

@@ -1,5 +1,6 @@
 #include "operation.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,6 +25,12 @@ void Flip(std::byte* data, int64_t length_bytes, int64_t bit) {
   data[at / 8] ^= std::byte{1} << static_cast<int>(at % 8);
 }
 
+/// Whether the file still reaches to the end of the call, so that no page of its mapping is missing.
+bool StillReaches(const Call& call) noexcept {
+  struct stat status{};
+  return fstat(call.descriptor, &status) == 0 && call.offset + call.length_bytes <= status.st_size;
+}
+
 }  // namespace
 
 Operation::Operation(std::shared_ptr<Transfer> transfer, size_t extent, std::shared_ptr<FaultPlan> faults)
@@ -40,8 +47,13 @@ Call Operation::NextCall(std::byte* bounce) {
       std::memcpy(bounce, extent_.memory, static_cast<size_t>(extent_.length_bytes));
     }
   }
-  Call call{transfer_->access(),   extent_.file->descriptor(extent_.route), extent_.offset + done_bytes_,
-            memory_ + done_bytes_, extent_.length_bytes - done_bytes_,      {}};
+  Call call{transfer_->access(),
+            extent_.file->descriptor(extent_.route),
+            extent_.file->mapped(extent_.offset + done_bytes_),
+            extent_.offset + done_bytes_,
+            memory_ + done_bytes_,
+            extent_.length_bytes - done_bytes_,
+            {}};
   if (!faults_) return call;
   call.fault = faults_->Decide(call.access, extent_.file->path(), call.offset, call.length_bytes);
   if (call.fault.limit_bytes) {
@@ -113,6 +125,11 @@ Operation::Next Operation::End(std::optional<IoError> error) noexcept {
 
 int64_t Perform(const Call& call) noexcept {
   const auto size = static_cast<size_t>(call.length_bytes);
+  if (call.mapped != nullptr && StillReaches(call)) {
+    const bool reading = call.access == Access::kRead;
+    std::memcpy(reading ? call.memory : call.mapped, reading ? call.mapped : call.memory, size);
+    return call.length_bytes;
+  }
   const ssize_t moved = call.access == Access::kRead
                             ? pread(call.descriptor, call.memory, size, call.offset)
                             : pwrite(call.descriptor, call.memory, size, call.offset);

@@ -15,6 +15,7 @@ namespace lohan {
 struct Call {
   Access access;
   int descriptor;
+  std::byte* mapped;  // the offset in memory, of files that are memory; else null
   int64_t offset;
   std::byte* memory;
   int64_t length_bytes;
@@ -58,7 +59,8 @@ class Operation {
   int refused_calls_ = 0;
 };
 
-/// Calls pread or pwrite; returns the bytes moved, or minus the error number.
+/// Calls pread or pwrite, or copies where the file is mapped; returns the bytes moved, or minus
+/// the error number.
 int64_t Perform(const Call& call) noexcept;
 
 }  // namespace lohan

@@ -21,11 +21,12 @@
 
 namespace lohan::test {
 
-/// A folder in the working directory (CTest's build folder, so on a disk), removed with its scope.
+/// A folder in the working directory (CTest's build folder, so on a disk), or elsewhere; removed with its
+/// scope.
 class Folder {
  public:
-  Folder() {
-    std::string pattern = (std::filesystem::current_path() / "io_test_XXXXXX").string();
+  explicit Folder(const std::filesystem::path& parent = std::filesystem::current_path()) {
+    std::string pattern = (parent / "io_test_XXXXXX").string();
     if (mkdtemp(pattern.data()) == nullptr) throw Failure("mkdtemp failed for " + pattern);
     path_ = pattern;
   }

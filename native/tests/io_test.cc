@@ -19,13 +19,14 @@ using test::Start;
 
 constexpr int64_t kMib = int64_t{1} << 20;
 
-TEST_EACH_ENGINE(RangesThatStraddleAlignmentRoundTripAndTouchNothingElse) {
-  Folder folder;
+/// What is on it is in memory, on every Linux.
+constexpr const char* kInMemory = "/dev/shm";
+
+void CheckRangesThatStraddleAlignment(IoEngine& engine, const Folder& folder) {
   const int64_t size = 6 * kMib + 123;
-  auto engine = make(3, nullptr);
   auto file = File::Open(folder.File("grid"), size);
   std::vector<std::byte> model = Pattern(size, 1);
-  Start(*engine, file, Access::kWrite, 0, model.data(), size)->Wait();
+  Start(engine, file, Access::kWrite, 0, model.data(), size)->Wait();
   AlignedBuffer memory(5 * kMib);
   uint32_t seed = 2;
   for (const int64_t offset : {int64_t{0}, int64_t{1}, int64_t{511}, int64_t{512}, int64_t{4095},
@@ -38,10 +39,10 @@ TEST_EACH_ENGINE(RangesThatStraddleAlignmentRoundTripAndTouchNothingElse) {
         const std::vector<std::byte> bytes = Pattern(length, seed++);
         std::byte* const at = memory.data() + shift;
         std::copy(bytes.begin(), bytes.end(), at);
-        Start(*engine, file, Access::kWrite, offset, at, length)->Wait();
+        Start(engine, file, Access::kWrite, offset, at, length)->Wait();
         std::copy(bytes.begin(), bytes.end(), model.begin() + offset);
         std::memset(memory.data(), 0, static_cast<size_t>(memory.size_bytes()));
-        Start(*engine, file, Access::kRead, offset, at, length)->Wait();
+        Start(engine, file, Access::kRead, offset, at, length)->Wait();
         CHECK(std::equal(bytes.begin(), bytes.end(), at));
       }
     }
@@ -49,21 +50,55 @@ TEST_EACH_ENGINE(RangesThatStraddleAlignmentRoundTripAndTouchNothingElse) {
   }
 }
 
-TEST_EACH_ENGINE(ConcurrentNeighboursOfOddSizesKeepTheirBytes) {
-  Folder folder;
+TEST_EACH_ENGINE(RangesThatStraddleAlignmentRoundTripAndTouchNothingElse) {
+  auto engine = make(3, nullptr);
+  CheckRangesThatStraddleAlignment(*engine, Folder());
+  CheckRangesThatStraddleAlignment(*engine, Folder(kInMemory));
+}
+
+void CheckConcurrentNeighbours(IoEngine& engine, const Folder& folder) {
   const std::vector<std::byte> model = Pattern(3 * kMib, 3);
   auto file = File::Open(folder.File("neighbours"), 3 * kMib);
-  auto engine = make(4, nullptr);
   std::vector<std::byte> source = model;
   for (const int64_t step : {int64_t{1000}, int64_t{5000}, int64_t{4096}, int64_t{70001}}) {
     std::vector<std::shared_ptr<Transfer>> transfers;
     for (int64_t offset = 0; offset < 3 * kMib; offset += step) {
       const int64_t length = std::min(step, 3 * kMib - offset);
-      transfers.push_back(Start(*engine, file, Access::kWrite, offset, source.data() + offset, length));
+      transfers.push_back(Start(engine, file, Access::kWrite, offset, source.data() + offset, length));
     }
     for (const auto& transfer : transfers) transfer->Wait();
     CHECK(Contents(folder.File("neighbours")) == model);
   }
+}
+
+TEST_EACH_ENGINE(ConcurrentNeighboursOfOddSizesKeepTheirBytes) {
+  auto engine = make(4, nullptr);
+  CheckConcurrentNeighbours(*engine, Folder());
+  CheckConcurrentNeighbours(*engine, Folder(kInMemory));
+}
+
+// A mapping answers with SIGBUS where a page cannot be had, which a write never does.
+TEST_EACH_ENGINE(FilesInMemoryMayBeSparseOrLosePagesWhileTheyAreOpen) {
+  Folder folder(kInMemory);
+  const std::string path = folder.File("holes");
+  auto engine = make(2, nullptr);
+  std::vector<std::byte> bytes = Pattern(kMib, 8);
+  std::ofstream(path).close();
+  std::filesystem::resize_file(path, 3 * kMib);  // allocates nothing
+  const auto sparse = File::Open(path, std::nullopt);
+  CHECK(!sparse->direct());
+  Start(*engine, sparse, Access::kWrite, kMib, bytes.data(), kMib)->Wait();
+  std::vector<std::byte> expected(static_cast<size_t>(3 * kMib));
+  std::copy(bytes.begin(), bytes.end(), expected.begin() + kMib);
+  CHECK(Contents(path) == expected);
+
+  const std::string cut = folder.File("cut");
+  const auto whole = File::Open(cut, 2 * kMib);
+  std::filesystem::resize_file(cut, kMib / 2);
+  Start(*engine, whole, Access::kWrite, kMib, bytes.data(), kMib)->Wait();  // lengthens it, as on a drive
+  expected.assign(static_cast<size_t>(2 * kMib), std::byte{});
+  std::copy(bytes.begin(), bytes.end(), expected.begin() + kMib);
+  CHECK(Contents(cut) == expected);
 }
 
 TEST_EACH_ENGINE(SizeBytesCreatesAllocatesResizesAndKeepsContents) {

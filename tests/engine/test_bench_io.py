@@ -14,6 +14,7 @@ from lohan._native import IoEngine
 from lohan.bench import fio, striping
 from lohan.bench import io as io_bench
 from lohan.errors import ConfigError
+from lohan.hardware.probe import lies_in_memory
 from lohan.hardware.transfers import (
     CHOICE_FILE,
     Engine,
@@ -22,6 +23,7 @@ from lohan.hardware.transfers import (
     TransferSetting,
     TransferSpeed,
     choose_transfers,
+    known_setting,
     load_choice,
     save_choice,
 )
@@ -249,6 +251,23 @@ def test_a_choice_is_kept_in_the_folder_and_taken_by_the_store(tmp_path):
         assert store.engine_refusal == ""
     with Store.measured([empty]) as store, Store() as default:
         assert store.engine is default.engine
+
+
+def test_files_in_memory_are_copied_by_threads(tmp_path):
+    """Unless something else was measured there, or one of the folders lies elsewhere."""
+    in_memory = Path("/dev/shm")  # noqa: S108 - a tmpfs on every Linux; nothing is written
+    setting = known_setting([in_memory])
+    assert setting is not None
+    assert (setting.engine, setting.block_bytes) == (Engine.THREADS, 4 * MIB)
+    assert 4 <= setting.depth <= 16
+    with Store.measured([in_memory]) as store:
+        assert store.engine is IoEngine.THREADS
+    assert known_setting([]) is None
+    if not lies_in_memory(tmp_path):
+        assert known_setting([in_memory, tmp_path]) is None
+    measured = TransferSetting(Engine.URING, 4 * MIB, 3)
+    save_choice(tmp_path, TransferChoice(measured, 1e9, "1.00 GB/s"))
+    assert known_setting([in_memory, tmp_path]) == measured
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from lohan.config import Precision, UpdateSchedule
 from lohan.streaming.parameters import DebugMode
+from lohan.units import MIB
 from tests.engine.reference import (
     assert_bitwise_equal,
     assert_equal_training,
@@ -102,3 +103,16 @@ def test_parity_gpu_of_speculated_and_deferred_steps_bit_for_bit(tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     assert_bitwise_equal(deferred, speculated)
+
+
+def test_a_sessions_gpu_memory_has_no_rests_between_segments(tmp_path):
+    """What the allocator holds beyond what tensors took at most is less than a page of its own for each of its streams' pools."""
+    model = make_llama(hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8)
+    batches = make_batches(3, batch=8, length=512, padded=True)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    train_streamed(model, batches, tmp_path, device="cuda", batch_size=8, seq_length=512)
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    assert settings["expandable_segments"], settings
+    assert torch.cuda.max_memory_reserved() - before <= torch.cuda.max_memory_allocated() + 256 * MIB

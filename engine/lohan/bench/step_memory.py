@@ -10,14 +10,15 @@ import torch
 
 
 def host_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """The most this process had resident at once.
+    """The most this process had resident at once, less what it has mapped of files that are memory: those are the state files of a tmpfs.
 
     Not `getrusage`: its figure begins with that of the process that started this one.
     """
-    for line in status.read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{status} does not say how much memory was resident at most")
+    found = {name: rest.split() for line in status.read_text().splitlines() for name, _, rest in [line.partition(":")]}
+    try:
+        return (int(found["VmHWM"][0]) - int(found["RssShmem"][0])) * 1024
+    except (KeyError, IndexError, ValueError) as error:
+        raise OSError(f"{status} does not say how much memory was resident at most") from error
 
 
 class GpuMemory:

@@ -24,7 +24,7 @@ from lohan.config import (
     UpdateSchedule,
 )
 from lohan.errors import ConfigError
-from lohan.hardware.probe import filesystem_type
+from lohan.hardware.probe import IN_MEMORY_FILESYSTEMS, filesystem_type
 from lohan.planning.plan import Plan
 from lohan.planning.state_form import StateForm
 from lohan.units import GIB, format_bytes
@@ -36,7 +36,6 @@ SETTING_FIELDS: Final = (
     *("kernels", "gpu_cap_bytes", "host_cap_bytes", "activation_ram_bytes", "swapped_activation_bytes", "gradient_buffers"),
 )
 """Records that agree in these are measurements of the same."""
-_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 _LEARNING_RATE: Final = 1e-5
 _LEAST_CAP_BYTES: Final = GIB
 # The states are padded to whole blocks of the drives: 0.06 % at the most for these shapes. Twice is enough for any.
@@ -197,7 +196,7 @@ class StepOptions:
                 if not folder.is_dir():
                     raise ConfigError("there is no such folder", place=f"{option} {folder}", remedy="Name a folder that exists.")
                 filesystem = filesystem_type(folder)
-                if (filesystem in _IN_MEMORY) is not (tier is StatesTier.TMPFS):
+                if (filesystem in IN_MEMORY_FILESYSTEMS) is not (tier is StatesTier.TMPFS):
                     raise ConfigError(
                         f"it is on {filesystem or 'an unknown file system'}, which is not what tier {tier} measures",
                         place=f"{option} {folder}",

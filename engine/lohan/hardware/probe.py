@@ -16,6 +16,8 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 Bytes = Annotated[int, Field(ge=0)]
+IN_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+"""As /proc/mounts has them: what is in their files is in host memory."""
 _BF16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
@@ -262,6 +264,11 @@ def _state_directory(path: Path) -> StateDirectoryFacts:
         free_bytes=usage.free,
         direct_io=_takes_direct_io(existing),
     )
+
+
+def lies_in_memory(path: Path) -> bool:
+    """Whether the files of the folder `path` are host memory (tmpfs)."""
+    return filesystem_type(path) in IN_MEMORY_FILESYSTEMS
 
 
 def filesystem_type(path: Path) -> str:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from lohan.hardware.probe import lies_in_memory
 from lohan.units import format_bytes
 
 CHOICE_FILE = "lohan-transfers.json"
@@ -19,6 +20,7 @@ _CHOICE_SCHEMA = 1
 # What the native core moves at a time: runs can take no other block, whatever was measured.
 ENGINE_BLOCK_BYTES = 4 << 20
 _MOST_DEPTH = 256
+_LEAST_COPYING_THREADS, _MOST_COPYING_THREADS = 4, 16
 
 # Settings this close to the best count as equally fast: medians of a few rounds on a busy drive repeat no better.
 SAME_SPEED_FRACTION = 0.03
@@ -107,6 +109,17 @@ def choose_transfers(speeds: Iterable[TransferSpeed]) -> TransferChoice | None:
             f"and with the least in flight, {format_bytes(chosen.in_flight_bytes)}"
         )
     return TransferChoice(chosen, totals[chosen], reason)
+
+
+def known_setting(directories: Sequence[Path]) -> TransferSetting | None:
+    """What moves the files of these folders fastest, as far as that is known: `load_choice`, or what files in memory take. Else None."""
+    chosen = load_choice(directories)
+    if chosen is None and directories and all(map(lies_in_memory, directories)):
+        # There a transfer is a copy, and io_uring does a file's writes one after the other. Half of the processors are left to the
+        # optimizer, and to the kernel's own copies.
+        depth = min(_MOST_COPYING_THREADS, max(_LEAST_COPYING_THREADS, len(os.sched_getaffinity(0)) // 2))
+        return TransferSetting(Engine.THREADS, ENGINE_BLOCK_BYTES, depth)
+    return chosen
 
 
 def save_choice(directory: Path, choice: TransferChoice) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from lohan._native import AlignedBuffer, FaultPlan, IoEngine, IoError, IoErrorKind, IoFile, IoMemory, IoPool, IoTicket
 from lohan.errors import StorageError
-from lohan.hardware.transfers import ENGINE_BLOCK_BYTES, Engine, load_choice
+from lohan.hardware.transfers import ENGINE_BLOCK_BYTES, Engine, known_setting
 from lohan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -198,11 +198,11 @@ class Store:
 
     @classmethod
     def measured(cls, directories: Sequence[Path]) -> Self:
-        """As `lohan bench io` found it fastest in one of `directories`; the defaults where it was never run.
+        """As `lohan bench io` found it fastest in one of `directories`; where it was never run, as their file systems are known to take it.
 
         A choice of io_uring falls back to threads where the system refuses it, as on another host or in a container.
         """
-        setting = load_choice(directories)
+        setting = known_setting(directories)
         if setting is None:
             return cls()
         engine = IoEngine.THREADS if setting.engine is Engine.THREADS else IoEngine.AUTO

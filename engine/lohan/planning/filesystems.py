@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from lohan.config import Durability
+from lohan.hardware.probe import IN_MEMORY_FILESYSTEMS
 
 REMEDY = 'Name a folder on ext4 or XFS; for a trial, engine.unsafe_filesystems = "allow" takes this one.'
 
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
 _LAYERED = frozenset({"overlay", "overlayfs", "aufs", "unionfs", "fuse-overlayfs", "fuse.fuse-overlayfs"})
 
 
 def refusal(filesystem: str, durability: Durability) -> str | None:
     """Why states with `durability` do not belong on a file system of this type (as in /proc/mounts), as a clause; None where they do."""
-    if filesystem in _IN_MEMORY:
+    if filesystem in IN_MEMORY_FILESYSTEMS:
         return f"is on {filesystem}, which keeps files in the very memory that the run's plan counts as free, and loses them at power-off"
     if durability is Durability.NONE:
         return None

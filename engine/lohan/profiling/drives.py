@@ -16,7 +16,7 @@ import torch
 from lohan._native import IoError
 from lohan.config import Durability, UnsafeFilesystems
 from lohan.errors import CapacityError
-from lohan.hardware.probe import filesystem_type
+from lohan.hardware.probe import lies_in_memory
 from lohan.hardware.transfers import Operation, TransferSetting
 from lohan.memory.store import Store
 from lohan.planning.fit import SSD_RESERVE_BYTES
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = ".lohan-profile-"
 # Kinds of file system whose files are memory.
-IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 _PART_OF_FREE_MEMORY: Final = 8
 # Files are striped in pieces of this size.
 _STRIPE_BYTES: Final = 4 * MIB
@@ -145,7 +144,7 @@ def _file_bytes(folders: Sequence[Path], setting: TransferSetting, effort: Effor
             remedy="Free memory, or measure fewer blocks in flight with `lohan bench io --depth`.",
         )
     room = _check_space(folders, grain)
-    if any(filesystem_type(folder) in IN_MEMORY for folder in folders):
+    if any(map(lies_in_memory, folders)):
         room = min(room, share // len(folders))
     file_bytes = min(max(effort.file_bytes, grain), room) // grain * grain
     if not file_bytes:
@@ -196,7 +195,7 @@ def _errors_of_transfers() -> Iterator[None]:
 
 
 def _notes(directories: Sequence[Path], existing: Sequence[Path], *, direct: bool) -> tuple[str, ...]:
-    in_memory = [directory for directory, folder in zip(directories, existing, strict=True) if filesystem_type(folder) in IN_MEMORY]
+    in_memory = [directory for directory, folder in zip(directories, existing, strict=True) if lies_in_memory(folder)]
     notes = [f"{directory} lies in memory (tmpfs): its figures are the memory's, not a drive's." for directory in in_memory]
     if not direct and not in_memory:
         notes.append("Files there go through the page cache (no O_DIRECT): what is read may come from memory.")

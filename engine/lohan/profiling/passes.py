@@ -12,7 +12,7 @@ from typing import Final, Self
 
 from lohan._native import AlignedBuffer, FaultPlan, IoEngine, IoError, IoFile, IoPool, IoTicket, io_uring_refusal
 from lohan.errors import StorageError
-from lohan.hardware.transfers import ENGINE_BLOCK_BYTES, Engine, Operation, TransferSetting, load_choice
+from lohan.hardware.transfers import ENGINE_BLOCK_BYTES, Engine, Operation, TransferSetting, known_setting
 from lohan.units import MIB
 
 # 70 % reads, as evenly spread as ten places allow.
@@ -30,7 +30,7 @@ _NATIVE: Final = {Engine.URING: IoEngine.URING, Engine.THREADS: IoEngine.THREADS
 
 def transfer_setting(directories: Sequence[Path]) -> TransferSetting:
     """What a run with these state directories moves its files with."""
-    chosen = load_choice(directories)
+    chosen = known_setting(directories)
     if chosen is not None and not refusal(chosen.engine):
         return chosen
     engine = Engine.THREADS if refusal(Engine.URING) else Engine.URING

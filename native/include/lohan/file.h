@@ -16,6 +16,7 @@
 #include "lohan/aligned_buffer.h"
 #include "lohan/descriptor.h"
 #include "lohan/error.h"
+#include "lohan/file_mapping.h"
 
 namespace lohan {
 
@@ -74,8 +75,8 @@ class MemberFile {
   void Resize(int64_t size_bytes);
   /// Takes back the constructor and Reserve: the file is gone if it was new, else of its old size.
   void Undo() noexcept;
-  /// Finds out whether the file takes direct I/O, and with which alignment; to be called once it has its
-  /// size.
+  /// Finds out whether the file takes direct I/O, and with which alignment, or is memory that can be mapped;
+  /// to be called once it has its size.
   void ChooseDirect();
 
   const std::string& path() const { return path_; }
@@ -85,6 +86,10 @@ class MemberFile {
   DirectoryId identity() const { return identity_; }
   bool direct() const { return direct_refusal_.empty(); }
   const std::string& direct_refusal() const { return direct_refusal_; }
+  /// Where `offset` is mapped; null but for whole files on a filesystem that keeps them in memory.
+  std::byte* mapped(int64_t offset) const {
+    return mapping_.data() == nullptr ? nullptr : mapping_.data() + offset;
+  }
   /// Offsets and lengths of direct extents are multiples of this, and no less than a page.
   int64_t direct_alignment_bytes() const { return direct_alignment_bytes_; }
 
@@ -98,6 +103,8 @@ class MemberFile {
   void Close();
 
  private:
+  void MapWhole();
+
   std::string path_;
   int64_t size_bytes_ = 0;
   std::optional<int64_t> size_before_bytes_;  // absent when the constructor created the file
@@ -106,6 +113,7 @@ class MemberFile {
   Descriptor buffered_;
   Descriptor direct_;
   std::string direct_refusal_;
+  FileMapping mapping_;
   int64_t direct_alignment_bytes_ = PageBytes();
   int64_t memory_alignment_bytes_ = PageBytes();
 };
