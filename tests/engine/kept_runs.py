@@ -50,7 +50,7 @@ def trained(folder: Path, retention: Retention, *, steps: int = 2, model: nn.Mod
 
 
 def tiers_of(session: lohan.Session) -> KeptTiers:
-    kept = session._stages.kept
+    kept = session._stages.kept.now
     assert kept is not None
     return kept.tiers
 

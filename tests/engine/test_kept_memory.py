@@ -52,7 +52,9 @@ def test_nothing_is_copied_twice_and_nothing_grows(tmp_path):
             assert (tiers.bytes_out, tiers.bytes_in) == (step * moved, step * moved)
             assert (tiers.drive.bytes_written, tiers.drive.bytes_read) == (step * stored, step * stored)
             assert not tiers._leaving and not tiers._leaving_bytes
-            sizes.append((held_bytes(session), session.host_memory.idle_bytes, tiers.drive.size_bytes, len(session._stages.kept._regions)))
+            sizes.append(
+                (held_bytes(session), session.host_memory.idle_bytes, tiers.drive.size_bytes, len(session._stages.kept.now._regions))
+            )
         assert len({str(entry) for entry in sizes[1:]}) == 1
         assert sizes[0][0] == sizes[-1][0] and sizes[-1][3] == 0
 
@@ -106,7 +108,7 @@ def test_an_abandoned_forward_leaves_nothing(retention, tmp_path):
     with open_session(model, adamw(model), tmp_path, retention=retention) as session:
         model(**first).loss.backward()
         before = held_bytes(session), tiers_of(session).drive.size_bytes if tiers_of(session).drive else 0
-        kept = session._stages.kept
+        kept = session._stages.kept.now
         for batch in others:
             loss = model(**batch).loss
             regions = [reference for reference in kept._regions if reference() is not None]
@@ -148,7 +150,7 @@ def test_a_forward_that_breaks_off_leaves_nothing(tmp_path):
         hook.remove()
         gc.collect()
         one_loss(model).backward()
-        assert held_bytes(session) == before and not session._stages.kept._regions
+        assert held_bytes(session) == before and not session._stages.kept.now._regions
 
 
 def files(folder: Path) -> list[Path]:

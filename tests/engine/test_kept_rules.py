@@ -156,7 +156,7 @@ def test_what_was_changed_on_its_way_is_found_by_its_sum(tmp_path):
     )
     with pytest.raises(EngineError, match=message), open_session(model, adamw(model), tmp_path, **options) as session:
         loss = one_loss(model)
-        output = next(output for region in session._stages.kept._regions for output in region().outputs.values())
+        output = next(output for region in session._stages.kept.now._regions for output in region().outputs.values())
         output.buffer.memory[100] += 1
         loss.backward()
 
@@ -239,5 +239,5 @@ def test_an_operator_is_in_one_tier_of_a_block(tmp_path):
     model = make_llama()
     with open_session(model, adamw(model), tmp_path, retention=retention) as session:
         one_loss(model).backward()
-        assert session._stages.kept.decisions.keys() == {1}
+        assert session._stages.kept.now.decisions.keys() == {1}
         assert tiers_of(session).bytes_in == tiers_of(session).bytes_out

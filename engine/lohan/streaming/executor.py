@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -25,14 +25,14 @@ from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming import installation
-from lohan.streaming.activations import micro_batch_sizes
-from lohan.streaming.clipping import StepStatistics, UpdateRules
+from lohan.streaming.clipping import UpdateRules
 from lohan.streaming.device import resolve_device
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.kept_decisions import Limits, block_decisions
 from lohan.streaming.parameters import DebugMode
 from lohan.streaming.regions import RegionRunner, UnitRuntime
 from lohan.streaming.stages import Stages, StateOptions, working_dtype
+from lohan.streaming.statistics import Statistics
 from lohan.streaming.steps import StepDriver
 
 if TYPE_CHECKING:
@@ -47,52 +47,19 @@ if TYPE_CHECKING:
 _Kind = TypeVar("_Kind", bound=StrEnum)
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What a session has done so far; `last_step` is complete once `Session.wait_gradients` or `Session.wait` has returned."""
-
-    steps: int
-    """Updates, skipped ones included; those whose record is written are `committed_steps`."""
-    committed_steps: int
-    last_step: StepStatistics | None
-    clipped_steps: int
-    """Steps in which gradients were scaled down."""
-    skipped_steps: int
-    """Steps that were left out whole because a gradient was NaN or infinite."""
-    speculated_steps: int
-    """Steps whose updates began before it was known whether they would be clipped."""
-    redone_steps: int
-    """Those of them that were taken back, and done again or left out."""
-    bytes_read: int
-    """From the state files."""
-    bytes_written: int
-    """To the state files, the initial load included."""
-    unit_loads: int
-    """Units copied into a parameter slot."""
-    full_logits_fallbacks: int
-    """Losses that were computed through a tensor of batch x sequence x vocabulary."""
-    device_peak_bytes: int
-    """Most GPU memory that tensors held at once; 0 on the CPU, where `host_peak_bytes` counts everything."""
-    host_peak_bytes: int
-    """Most memory the process held at once."""
-
-    @property
-    def clip_rate(self) -> float:
-        """The part of all steps in which gradients were scaled down; 0 before the first."""
-        return self.clipped_steps / self.steps if self.steps else 0.0
-
-
 class Session:
     """The engine under one model: made by `lohan.init`, closed by `close` or by leaving its `with` block.
 
     It lives as long as the model does, so it need not be kept where only its effect is wanted.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[UnitRuntime], stages: Stages, driver: StepDriver, micro_batch_size: int) -> None:
-        self._model, self._units, self._stages, self._driver = model, units, stages, driver
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], runtimes: Sequence[UnitRuntime], stages: Stages, runner: RegionRunner, limits: Limits
+    ) -> None:
+        self._model, self._found, self._units, self._stages, self._runner, self._limits = model, units, runtimes, stages, runner, limits
+        self._driver = runner.driver
         self.device = stages.device
         self.precision = stages.precision
-        self.micro_batch_size = micro_batch_size
         self._fallbacks = 0
         self._use_cache = installation.switch_caches_off(model)
         # Not a method of the session: that would keep it alive.
@@ -157,6 +124,32 @@ class Session:
             raise EngineError("the step just finished is not recorded, and cannot be kept", remedy="Call commit before keep.")
         self._stages.worker.keep(name)
 
+    def retain(self, retention: Retention, micro_batch_size: int | None = None) -> None:
+        """Keep something else of activations from the next step on, or elsewhere; states and weights stay where they are.
+
+        What was kept is given back before room is made for the new: in host memory within the plan's budget, and in the state directories.
+        Results are those of a session that had this retention from the start. Before the first forward nobody knows how large a block's
+        outputs are; what there is no room for then comes up in that forward.
+
+        Args:
+            retention: empty: every block is computed again.
+            micro_batch_size: rows that run through a block at once from now on; None changes nothing. Another one adds gradients in
+                another order, hence rounds otherwise.
+
+        Raises:
+            ConfigError: micro_batch_size is below 1.
+            EngineError: a step is under way, a background stage failed, the session is closed, or the model has no such blocks.
+            CapacityError: there is no room; what was kept before is kept on.
+            StorageError: the same of the state directories.
+        """
+        self._driver.check_between_steps()
+        if micro_batch_size is not None:
+            _check_ranges(micro_batch_size=micro_batch_size)
+        limits = replace(self._limits, micro_batch_size=micro_batch_size or self.micro_batch_size)
+        decisions = block_decisions(self._found, retention)
+        self._stages.retain(decisions, limits, installation.visits(self._model, self._found, limits.micro_batches))
+        self._limits, self._runner.micro_batch_size = limits, limits.micro_batch_size
+
     def wait_kept(self) -> None:
         """Block until every named snapshot is whole.
 
@@ -166,6 +159,11 @@ class Session:
         """
         self._stages.pending.wait_all()
         self._stages.states.named.finish()
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows that run through a block at once."""
+        return self._runner.micro_batch_size
 
     @property
     def operations(self) -> Sequence[Operation]:
@@ -367,7 +365,8 @@ def init(
         installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
     layouts = [unit.layout for unit in runtimes]
-    visits = installation.visits(model, units, len(micro_batch_sizes(batch_size, micro_batch_size)))
+    limits = Limits(batch_size, seq_length, micro_batch_size)
+    visits = installation.visits(model, units, limits.micro_batches)
     order = expected_order(visits, [layout.index for layout in layouts if layout.trainable_elements])
     stages = Stages(
         layouts,
@@ -384,11 +383,11 @@ def init(
         host_budget_bytes=plan.tier(Tier.RAM).capacity_bytes if plan is not None else None,
         load=lambda states: installation.load(states, runtimes, weights),
         kept=kept,
-        limits=Limits(batch_size, seq_length, micro_batch_size),
+        limits=limits,
         trace=trace,
     )
     installation.replace_parameters(model, runtimes, working_dtype(precision), torch_device)
-    return _install(model, optimizer, units, runtimes, stages, micro_batch_size, limits=(batch_size, seq_length))
+    return _install(model, optimizer, units, runtimes, stages, limits)
 
 
 def _install(
@@ -397,19 +396,16 @@ def _install(
     units: Sequence[Unit],
     runtimes: Sequence[UnitRuntime],
     stages: Stages,
-    micro_batch_size: int,
-    *,
-    limits: tuple[int, int],
+    limits: Limits,
 ) -> Session:
-    """Let the model compute through the stages and the optimizer belong to them; `limits` are rows and tokens of a batch."""
+    """Let the model compute through the stages and the optimizer belong to them."""
     driver = StepDriver(runtimes, optimizer, stages)
-    session = Session(model, runtimes, stages, driver, micro_batch_size)
     runner = RegionRunner(
-        stages.stream, driver, device=stages.device, micro_batch_size=micro_batch_size, kept=stages.kept, trace=stages.trace
+        stages.stream, driver, device=stages.device, micro_batch_size=limits.micro_batch_size, kept=stages.kept, trace=stages.trace
     )
-    if stages.kept is not None:
-        stages.kept.attach({index: unit.modules[0][1] for index, unit in enumerate(units) if index in stages.kept.decisions})
-    installation.wrap(model, units, runtimes, runner, limits, session.count_fallback)
+    session = Session(model, units, runtimes, stages, runner, limits)
+    stages.kept.attach({index: unit.modules[0][1] for index, unit in enumerate(units) if unit.kind is UnitKind.BLOCK})
+    installation.wrap(model, units, runtimes, runner, (limits.batch_size, limits.sequence_length), session.count_fallback)
     installation.take_over(optimizer, driver.check)
     stages.stream.prefetch_forward()
     return session

@@ -145,6 +145,11 @@ class GradientCollector:
         if self._layouts[unit].trainable_elements:
             self._trace.add(step, OperationKind.GRADIENT_SUM, unit, begun, self._trace.mark(step), micro_batch=number)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a forward's graph is alive that a backward may come through."""
+        return any(unit.open_regions for unit in self._units)
+
     def close_step(self) -> None:
         """Complete units whose remaining regions got no gradient in this backward, and expect nothing more."""
         for index in reversed(range(len(self._units))):

@@ -26,8 +26,9 @@ from lohan.streaming.device import Event
 from lohan.streaming.kept_buffers import room_for
 from lohan.streaming.kept_decisions import BlockDecision, Limits
 from lohan.streaming.kept_modes import Call, Recorder, Replayer
+from lohan.streaming.kept_sizes import OutputSizes
 from lohan.streaming.kept_tensors import PackedOutputs
-from lohan.streaming.kept_tiers import KeptOutput, KeptTiers, refuse_write
+from lohan.streaming.kept_tiers import KeptOutput, KeptTiers, Key, refuse_write
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -147,14 +148,15 @@ class KeptActivations:
     """
 
     def __init__(self, decisions: Mapping[int, BlockDecision], tiers: KeptTiers, limits: Limits, *, device: torch.device) -> None:
-        self.decisions, self.tiers, self._limits, self._device = decisions, tiers, limits, device
+        self.decisions, self.tiers, self.limits, self._device = decisions, tiers, limits, device
         self.operators: dict[int, BlockOperators] = {}
         self.abandoned: deque[list[KeptOutput]] = deque()
         """Of regions that are gone, to be released."""
         self._regions: list[weakref.ref[RegionOutputs]] = []  # of which something leaves the device, as they have run
         self._forward = 0
         self.is_closed = False
-        self._sizes: dict[tuple[int, int], dict[int, int]] = {}  # by unit and place among what is kept of it, and region
+        self.sizes: dict[tuple[int, int], dict[int, int]] = {}
+        """Of what has left the device, in bytes: by unit and place among what is kept of it, and region."""
 
     def attach(self, blocks: Mapping[int, nn.Module]) -> None:
         """Follow the modules of the blocks, by unit, of which operators' outputs are kept."""
@@ -178,7 +180,7 @@ class KeptActivations:
             return None
         self.release_abandoned()
         rows, tokens = hidden.shape[:2] if hidden is not None and hidden.dim() > 2 else (1, 1)
-        region = RegionOutputs(self, unit, number, step, self._forward, self._limits.room(number, rows, tokens))
+        region = RegionOutputs(self, unit, number, step, self._forward, self.limits.room(number, rows, tokens))
         if region.decision.tiers - {Tier.GPU, None}:
             self._regions.append(weakref.ref(region))
         return region
@@ -201,7 +203,7 @@ class KeptActivations:
         )
         region.outputs[label] = output
         if output.tier is not Tier.GPU:
-            sizes = self._sizes.setdefault((region.unit, output.place), {})
+            sizes = self.sizes.setdefault((region.unit, output.place), {})
             sizes[region.number] = max(packed.bytes, sizes.get(region.number, 0))
         now, most = region.room
         self.tiers.keep(output, room_for(packed.bytes, now, most))
@@ -239,7 +241,7 @@ class KeptActivations:
     def shapes(self) -> dict[int, tuple[KeptShape, ...]]:
         """What leaves the device, by unit, as far as forwards have shown: at its largest."""
         found: dict[int, tuple[KeptShape, ...]] = {}
-        for (unit, place), sizes in self._sizes.items():  # in the order in which they came
+        for (unit, place), sizes in self.sizes.items():  # in the order in which they came
             decision = self.decisions[unit]
             is_input = place == len(decision.operators)
             tier = decision.boundary if is_input else list(decision.operators.values())[place]
@@ -248,20 +250,41 @@ class KeptActivations:
             found[unit] = (*found.get(unit, ()), shape)
         return found
 
+    def make_room(self, sizes: OutputSizes) -> None:
+        """Make buffers and places for all that a whole batch keeps, as far as `sizes` are known; raises as `KeptTiers.make_room`."""
+        rooms: dict[Tier | None, dict[Key, int]] = {Tier.RAM: {}, Tier.SSD: {}}
+        for unit, decision in self.decisions.items():
+            for number in range(self.limits.micro_batches):
+                for place, (label, tier) in enumerate(decision.operators.items()):
+                    size = sizes.output(label, number, self.limits)
+                    if tier in rooms and size:
+                        rooms[tier][unit, number, place] = size
+                if decision.boundary in rooms and sizes.are_known:
+                    rooms[decision.boundary][unit, number, len(decision.operators)] = sizes.input(number, self.limits)
+        self.tiers.make_room(rooms[Tier.RAM], rooms[Tier.SSD])
+
+    def let_go(self) -> None:
+        """Give back everything, and `detach`; graphs that are alive have lost what was kept of them."""
+        for reference in tuple(self._regions):
+            region = reference()
+            if region is not None:
+                self.finish(region)
+        self.release_abandoned()
+        self.detach()
+
     def release_abandoned(self) -> None:
         """Give back what regions had whose autograd graph is gone."""
         while self.abandoned:
             for output in self.abandoned.popleft():
                 self.tiers.release(output)
 
-    def close(self) -> None:
-        """Take the hooks away, and give all memory and the file back."""
+    def detach(self) -> None:
+        """Take the hooks away; graphs that are alive give nothing back any more."""
         self.is_closed = True
         for operators in self.operators.values():
             operators.close()
         self._regions.clear()
         self.abandoned.clear()
-        self.tiers.close()
 
     def _ask_for(self, region: RegionOutputs) -> None:
         for output in region.outputs.values():

@@ -127,6 +127,7 @@ class StagingBuffers:
         """Give all memory back; no copy and no transfer is under way."""
         with self._changed:
             self._free_all()
+            self._size = 0
 
     def _free_all(self) -> None:
         for buffer in self._free:

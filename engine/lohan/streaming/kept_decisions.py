@@ -75,7 +75,19 @@ class Limits:
     sequence_length: int
     micro_batch_size: int
 
+    @property
+    def micro_batches(self) -> int:
+        """Of a whole batch."""
+        return -(-self.batch_size // self.micro_batch_size)
+
+    def most_rows(self, number: int) -> int:
+        """Of the micro-batch of this number."""
+        return min(self.micro_batch_size, self.batch_size - number * self.micro_batch_size)
+
+    def most_tokens(self, number: int) -> int:
+        """Of the micro-batch of this number."""
+        return self.most_rows(number) * self.sequence_length
+
     def room(self, number: int, rows: int, tokens: int) -> tuple[int, int]:
         """Tokens of a micro-batch of `rows` rows, and the most that the micro-batch of this number may have."""
-        most_rows = min(self.micro_batch_size, self.batch_size - number * self.micro_batch_size)
-        return rows * tokens, max(most_rows, rows) * max(self.sequence_length, tokens)
+        return rows * tokens, max(self.most_rows(number), rows) * max(self.sequence_length, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,6 +109,22 @@ class KeptDrive:
         """
         output.place = self._take_place(output.key, whole_pages(output.size_bytes), whole_pages(room_bytes))
 
+    def make_room(self, outputs: Iterable[tuple[Hashable, int]]) -> None:
+        """Give outputs of so many bytes their places before they come, all at once.
+
+        Raises:
+            StorageError: there is no space for them.
+        """
+        places: dict[Hashable, _Place] = {}
+        size = self._size
+        for key, need_bytes in outputs:
+            places[key] = _Place(size, whole_pages(need_bytes))
+            size += places[key].size_bytes
+        if places:
+            self._grow(size)
+        for key, place in places.items():
+            self._free[key].append(place)
+
     def write(self, output: StoredOutput, buffer: HostBuffer) -> None:
         """Have the output written from `buffer`, which goes back to the staging buffers then."""
         output.buffer, output.is_handed_in = buffer, True
@@ -147,6 +163,7 @@ class KeptDrive:
             self._file.close()
             self._file = None
         self._remove_files()
+        self._failure.leave(self._changed)
 
     def _remove_files(self) -> None:
         for path in self._paths:
@@ -171,7 +188,7 @@ class KeptDrive:
         return place
 
     def _grow(self, size_bytes: int) -> None:
-        """In the first forward, output after output."""
+        """In the first forward output after output, where no room was made before."""
         with self._opening:
             larger = self._store.open(self._paths if len(self._paths) > 1 else self._paths[0], size_bytes=size_bytes)
             if self._file is not None:

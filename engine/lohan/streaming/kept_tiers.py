@@ -8,7 +8,7 @@ the next region's activations are brought to the device while the one before it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from lohan.streaming.trace import Trace
 
 _DELAY_CYCLES = 500_000  # about 0.3 ms on a GPU: longer than a small output's copy, so that a missing wait shows
+
+Key = tuple[int, int, int]
+"""Of an output: unit, region, and place among what is kept of the block."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +64,7 @@ class KeptOutput:
     is_asked_for: bool = False
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> Key:
         """The same in every step."""
         return self.unit, self.number, self.place
 
@@ -94,15 +97,47 @@ class KeptTiers:
         check_sums: bool,
         trace: Trace | None,
     ) -> None:
-        self._device, self._failure, self._trace, self._check_sums = device, failure, trace, check_sums
+        self._device, self._failure, self._trace, self._check_sums, self._store = device, failure, trace, check_sums, store
         self._out, self._in = make_stream(device), make_stream(device)
         self._buffers = KeptBuffers(arena, device, fill_with_nan=check_sums)
         self._staging = StagingBuffers(arena, store, failure, device)
-        self.drive = KeptDrive(store, folders, self._staging, failure, device=device, trace=trace) if folders is not None else None
+        self.drive = self._make_drive(folders)
         self._leaving: deque[KeptOutput] = deque()
         self._leaving_bytes = self._most_leaving_bytes = 0
         self.bytes_out = self.bytes_in = 0
         """Copied from the device and to it so far."""
+
+    def reopen(self, folders: Sequence[Path] | None) -> None:
+        """Begin anew, for another decision; nothing is kept now. The streams stay: torch has a few dozen, which it gives out in turn.
+
+        Raises:
+            StorageError: a folder cannot be used.
+        """
+        self.close()
+        self._most_leaving_bytes = 0
+        self.drive = self._make_drive(folders)
+
+    def make_room(self, in_ram: Mapping[Key, int], on_drives: Mapping[Key, int]) -> None:
+        """Make buffers and places for outputs of so many bytes before they come.
+
+        Raises:
+            CapacityError: there is no host memory for them.
+            StorageError: there is no space on the drives for them.
+        """
+        if on_drives:
+            self._staging.prepare(whole_pages(max(on_drives.values())))
+            self._files.make_room(on_drives.items())
+        made: list[tuple[Key, HostBuffer]] = []
+        try:
+            made += ((key, self._buffers.take(key, size_bytes, size_bytes)) for key, size_bytes in in_ram.items())
+        finally:
+            for key, buffer in made:
+                self._buffers.give_back(key, buffer)
+
+    def _make_drive(self, folders: Sequence[Path] | None) -> KeptDrive | None:
+        if folders is None:
+            return None
+        return KeptDrive(self._store, folders, self._staging, self._failure, device=self._device, trace=self._trace)
 
     def keep(self, output: KeptOutput, room_bytes: int) -> None:
         """Take what has just been computed; `room_bytes` is what it may need at most in a larger micro-batch.
@@ -197,10 +232,12 @@ class KeptTiers:
         """End the threads, remove the file, and give all memory back."""
         if self.drive is not None:
             self.drive.close()
+            self.drive = None
         for stream in (self._out, self._in):
             if stream is not None:
                 stream.synchronize()
         self._leaving.clear()
+        self._leaving_bytes = 0
         self._staging.free()
         self._buffers.free()
 

@@ -21,6 +21,11 @@ class Failure:
         with self._lock:
             self._waiters.append(condition)
 
+    def leave(self, condition: threading.Condition) -> None:
+        """Notify `condition` no more: nobody will wait on it."""
+        with self._lock:
+            self._waiters.remove(condition)
+
     def set(self, stage: str, error: BaseException) -> None:
         """Record `error` of `stage` (a phrase such as `the optimizer`), unless there is one already, and wake all waiters."""
         with self._lock:

@@ -20,7 +20,7 @@ from lohan.streaming.parameters import ParameterStream
 if TYPE_CHECKING:
     from lohan.models.blocks import UnitParameter
     from lohan.states.layout import UnitLayout
-    from lohan.streaming.kept import KeptActivations
+    from lohan.streaming.kept_stage import KeptStage
     from lohan.streaming.steps import StepDriver
     from lohan.streaming.trace import Trace
 
@@ -74,10 +74,10 @@ class RegionRunner:
         *,
         device: torch.device,
         micro_batch_size: int,
-        kept: KeptActivations | None,
+        kept: KeptStage,
         trace: Trace | None,
     ) -> None:
-        self._stream, self._driver, self._kept, self._trace = stream, driver, kept, trace
+        self._stream, self.driver, self._kept, self._trace = stream, driver, kept, trace
         self.micro_batch_size = micro_batch_size
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -95,16 +95,16 @@ class RegionRunner:
             hidden: the input that gradients flow to; None where there is none. `call` receives an alias of it.
             arguments: further arguments; no gradient flows to them.
         """
-        self._driver.check()
+        self.driver.check()
         # As everywhere in PyTorch the grad mode decides, not `model.training`: eval() alone only switches dropout off.
         trainable = unit.trainable()
         wants_gradient = torch.is_grad_enabled() and (any(trainable) or (hidden is not None and hidden.requires_grad))
-        number = self._driver.next_number(unit.index) if torch.is_grad_enabled() else 0
+        number = self.driver.next_number(unit.index) if torch.is_grad_enabled() else 0
         if not wants_gradient:
             with self.held(unit) as weights, unit.in_place_of_parameters(unit.views(weights)), self._forward_span(unit, number):
                 return call(hidden, *arguments)
-        region = self._driver.new_region(unit.index, number)
-        self._driver.collector.open(region)
+        region = self.driver.new_region(unit.index, number)
+        self.driver.collector.open(region)
 
         def body(hidden: torch.Tensor | None, *arguments: Any) -> Any:
             return self._body(region, unit, trainable, call, hidden, *arguments)
@@ -115,24 +115,25 @@ class RegionRunner:
                 # Nothing is recomputed, where a backward begins otherwise.
                 output.register_hook(lambda _: self._begin_backward(region))  # type: ignore[no-untyped-call]  # torch declares it without
             return output
-        if self._kept is not None:
-            region.kept = self._kept.open(unit.index, number, region.step + 1, hidden)
+        if self._kept.now is not None:
+            region.kept = self._kept.now.open(unit.index, number, region.step + 1, hidden)
         with region.kept.boundary(hidden) if region.kept is not None else _NO_BOUNDARY:
             context = region.kept.context if region.kept is not None else {}
             output = checkpoint(body, hidden, *arguments, use_reentrant=False, preserve_rng_state=True, early_stop=True, **context)
-        if self._kept is not None and region.kept is not None:
-            self._kept.ran(region.kept)
+        if self._kept.now is not None and region.kept is not None:
+            self._kept.now.ran(region.kept)
         return output
 
     def begin_forward(self) -> None:
         """A forward of the model begins: raise what keeps the session from running; see `StepDriver.check`."""
-        self._driver.check()
-        if self._kept is not None:
-            self._kept.release_abandoned()
+        self.driver.check()
+        kept = self._kept.now
+        if kept is not None:
+            kept.release_abandoned()
         if torch.is_grad_enabled():
-            self._driver.begin_forward()
-            if self._kept is not None:
-                self._kept.begin_forward()
+            self.driver.begin_forward()
+            if kept is not None:
+                kept.begin_forward()
 
     @contextlib.contextmanager
     def held(self, unit: UnitRuntime) -> Iterator[torch.Tensor]:
@@ -153,16 +154,17 @@ class RegionRunner:
         *rest: Any,
     ) -> Any:
         recomputing, region.ran = region.ran, True
-        if recomputing and self._kept is not None:
-            self._kept.backward_reaches(region.kept)
+        if recomputing and self._kept.now is not None:
+            self._kept.now.backward_reaches(region.kept)
         weights = self._stream.acquire(unit.index, Phase.BACKWARD if recomputing else Phase.FORWARD)
         if self._trace is not None and recomputing:
             self._begin_backward(region)
         span = _NO_SPAN if recomputing else self._forward_span(unit, region.number)
+        noting = _NO_SPAN if recomputing else self._kept.noting(unit.index, hidden)
         try:
             # A list, not arguments: autograd must not take the slot's views for inputs of the function.
             passed, *tensors = RegionParameters.apply(self._anchor, hidden, region, unit.views(weights), trainable)  # type: ignore[no-untyped-call]
-            with unit.in_place_of_parameters(tensors), span:
+            with unit.in_place_of_parameters(tensors), span, noting:
                 return call(passed, *rest)
         finally:
             if recomputing:

@@ -32,9 +32,8 @@ from lohan.states.state_store import StateStore
 from lohan.streaming.clipping import UpdateRules
 from lohan.streaming.gradients import GradientOffload
 from lohan.streaming.hyperparameters import StepCounts
-from lohan.streaming.kept import KeptActivations
 from lohan.streaming.kept_decisions import BlockDecision, Limits
-from lohan.streaming.kept_tiers import KeptTiers
+from lohan.streaming.kept_stage import KeptStage
 from lohan.streaming.optimizer import OptimizerWorker
 from lohan.streaming.parameters import DebugMode, ParameterStream
 from lohan.streaming.pending import Failure, PendingUpdates
@@ -42,6 +41,7 @@ from lohan.streaming.pending import Failure, PendingUpdates
 if TYPE_CHECKING:
     from lohan.planning.slots import SlotSizes
     from lohan.states.layout import UnitLayout
+    from lohan.streaming.kept import KeptActivations
     from lohan.streaming.trace import Trace
 
 
@@ -163,9 +163,9 @@ class Stages:
                 trace=trace,
             )
             stack.callback(self.offload.free)
-            self.kept = self._make_kept(kept, limits, [directory / FOLDER for directory in directories], store, debug) if kept else None
-            if self.kept is not None:
-                stack.callback(self.kept.close)
+            self.kept = self._make_kept([directory / FOLDER for directory in directories], store, debug)
+            stack.callback(self.kept.close)
+            self.kept.begin(kept, limits)
             self.worker = self._make_worker(layouts, rules, threads)
             stack.callback(self.worker.close)
             if self.resumed_step:
@@ -188,20 +188,28 @@ class Stages:
             trace=self.trace,
         )
 
-    def _make_kept(
-        self, decisions: Mapping[int, BlockDecision], limits: Limits, folders: Sequence[Path], store: Store, debug: DebugMode
-    ) -> KeptActivations:
-        on_drives = any(Tier.SSD in decision.tiers for decision in decisions.values())
-        tiers = KeptTiers(
+    def _make_kept(self, folders: Sequence[Path], store: Store, debug: DebugMode) -> KeptStage:
+        return KeptStage(
             self.arena,
             store,
-            folders if on_drives else None,
+            folders,
             self.failure,
             device=self.device,
             check_sums=debug is DebugMode.NAN_FILL,
             trace=self.trace,
         )
-        return KeptActivations(decisions, tiers, limits, device=self.device)
+
+    def retain(self, kept: Mapping[int, BlockDecision], limits: Limits, visits: Sequence[Visit]) -> None:
+        """Keep something else, or in other micro-batches, from the next step on; raises as `KeptStage.switch`.
+
+        In which order units are read and updated does not depend on micro-batches: the stream and the optimizer go on as they do.
+
+        Args:
+            visits: in micro-batches of `limits`.
+        """
+        self.kept.switch(kept, limits)
+        self._shape = replace(self._shape, visits=tuple(visits))
+        self._operations = step_operations(self._shape, self._rules.order)
 
     def _make_worker(self, layouts: Sequence[UnitLayout], rules: UpdateRules, threads: int) -> OptimizerWorker:
         return OptimizerWorker(
@@ -222,11 +230,11 @@ class Stages:
     @property
     def operations(self) -> tuple[Operation, ...]:
         """A step as it is scheduled; what moves of kept activations is in it once a forward has shown how large it is."""
-        return self._operations if self.kept is None else step_operations(self._shape_with(self.kept), self._rules.order)
+        return self._operations if self.kept.now is None else step_operations(self._shape_with(self.kept.now), self._rules.order)
 
     def speculated_operations(self) -> tuple[Operation, ...]:
         """A step that is speculated, and stands."""
-        shape = self._shape if self.kept is None else self._shape_with(self.kept)
+        shape = self._shape if self.kept.now is None else self._shape_with(self.kept.now)
         return step_operations(shape, speculated_order(self._rules.schedule))
 
     def _shape_with(self, kept: KeptActivations) -> StepShape:

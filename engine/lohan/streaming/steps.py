@@ -65,6 +65,20 @@ class StepDriver:
                 remedy="Mend what it raised and start the run again.",
             )
 
+    def check_between_steps(self) -> None:
+        """Raise what keeps the way a step is done from being changed now.
+
+        Raises:
+            EngineError: a step is under way; and as `check`.
+        """
+        self.check()
+        if self._added or self.collector.is_waiting:
+            what = "some of its backwards are done" if self._added else "a forward waits for its backward"
+            raise EngineError(
+                f"step {self.steps + 1} has begun: {what}",
+                remedy="Change what is kept between two steps; drop the loss of a forward that nobody will go back through.",
+            )
+
     @property
     def is_between_steps(self) -> bool:
         """Whether there was a step and the next one has not begun."""
@@ -111,8 +125,8 @@ class StepDriver:
         if region.holds_weights:
             region.holds_weights = False
             self._stream.release(region.unit)
-        if self._kept is not None and region.kept is not None:
-            self._kept.finish(region.kept)
+        if self._kept.now is not None and region.kept is not None:
+            self._kept.now.finish(region.kept)
         self.collector.add(region, gradients)
 
     def _send(self, index: int, gradients: torch.Tensor, touched: frozenset[int]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lohan.training.reporter import Reporter
 
 if TYPE_CHECKING:
-    from lohan.streaming.executor import Statistics
+    from lohan.streaming.statistics import Statistics
 
 
 def gradient_facts(statistics: Statistics) -> dict[str, Any]:
