@@ -34,6 +34,12 @@ class EventType(StrEnum):
     `tokens`, `tokens_per_second`, `step_seconds`, `eta_seconds` (null while unknown), `device_peak_bytes`, `host_bytes`."""
     EVALUATION = "evaluation"
     """`when` (`before` or `after`), `rows`, `loss`: mean loss over the same training rows."""
+    PLAN_CORRECTED = "plan_corrected"
+    """The first steps took more than a tenth longer or shorter than foreseen: `step`, `outcome` (`kept`, `changed`: something else is kept
+    of activations from the next step on, or `no_room`), `ratio` (measured over foreseen seconds, each step at its own tokens),
+    `foreseen_seconds` (of a step of a whole batch), `corrected_seconds` (the same by the corrected figures), `new_seconds` (of what the run
+    does now), `factors` (how much longer than foreseen each thing took, by name; `everything` is on top of the others), `detail`
+    (the same as a sentence)."""
     WARNING = "warning"
     """`message`, `remedy`."""
     EXIT = "exit"

@@ -70,17 +70,21 @@ def test_of_many_reports_of_a_phase_one_is_told() -> None:
             event(3, "phase", phase="loading_model", progress=0.9, detail="Reading 4 units."),
             event(4, "evaluation", when="before", rows=8, loss=None),
             event(5, "warning", message="3 rows were cut.", remedy="Raise the sequence length."),
-            event(6, "exit", reason="failed", error={"message": "disk full"}),
+            event(6, "plan_corrected", ratio=1.4, detail="The first steps took 1.40 times as long as foreseen."),
+            event(7, "plan_corrected"),
+            event(8, "exit", reason="failed", error={"message": "disk full"}),
         ]
     )
     assert [entry["text"] for entry in told] == [
         "Failed: disk full",
+        "The plan was corrected by what the first steps took",
+        "The first steps took 1.40 times as long as foreseen.",
         "3 rows were cut. Raise the sequence length.",
         "Mean loss over 8 rows before the first step: not a finite number",
         "Reading 4 units.",
         "Trainer started on cpu with 134.5 M parameters",
     ]
-    assert [entry["tone"] for entry in told[:2]] == ["bad", "warn"]
+    assert [entry["tone"] for entry in told[:4]] == ["bad", "", "", "warn"]
 
 
 def test_an_event_with_other_fields_than_expected_is_still_told() -> None:

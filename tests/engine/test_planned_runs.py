@@ -30,11 +30,11 @@ from tests.fixtures.tiny_model import make_tiny_model
 LENGTH = 96
 
 
-def write_profile(folder: Path, model: Path, states: Path, *, precision: str = "fp32") -> None:
+def write_profile(folder: Path, model: Path, states: Path, *, precision: str = "fp32", flops: float = 1e9) -> None:
     """This machine, its CPU for the device, as if it computed 1 GFLOPS and moved 1 GB/s, and its drives 100 GB/s."""
     workload = trace_workload(load_config(model))
     seconds = {
-        operator.label: (operator.flops.at(3, LENGTH) + operator.traffic_elements.at(3, LENGTH)) / 1e9 for operator in workload.operators
+        operator.label: (operator.flops.at(3, LENGTH) + operator.traffic_elements.at(3, LENGTH)) / flops for operator in workload.operators
     }
     forward = sum(seconds.values())
     block = BlockTimes(

@@ -111,7 +111,7 @@
       const event = heard(message);
       if (event) onStep(event);
     });
-    for (const type of ["started", "phase", "evaluation", "warning", "exit", "state"]) {
+    for (const type of ["started", "phase", "evaluation", "plan_corrected", "warning", "exit", "state"]) {
       source.addEventListener(type, (message) => {
         const event = heard(message);
         if (type === "started" && event) beginAttempt(event.attempt, event.resumed_step || 0);

@@ -85,7 +85,8 @@ async def events(
     last_event_id: Annotated[str | None, Header()] = None,
     resume_after: Annotated[str | None, Query(alias="last_event_id")] = None,
 ) -> StreamingResponse:
-    """Server-sent events: `state` first and at every change, then `step`, `phase`, `evaluation`, `warning`, `started`, `exit`.
+    """Server-sent events: `state` first and at every change, then what the trainer says: `started`, `phase`, `step`,
+    `evaluation`, `plan_corrected`, `warning`, `exit`.
 
     Resumes behind `Last-Event-ID` (or the query parameter `last_event_id`, as the metrics give it); without either it starts now.
     """

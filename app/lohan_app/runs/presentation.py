@@ -161,6 +161,8 @@ def _describe(kind: str, fields: dict[str, Any], attempt: int) -> tuple[str, str
             loss = fields.get("loss")
             value = format_number(loss) if isinstance(loss, int | float) else "not a finite number"
             return "", f"Mean loss over {fields.get('rows', 'the same')} rows {when}: {value}"
+        case EventType.PLAN_CORRECTED:
+            return "", str(fields.get("detail") or "The plan was corrected by what the first steps took")
         case EventType.WARNING:
             return "warn", " ".join(str(fields[name]) for name in ("message", "remedy") if fields.get(name))
         case EventType.EXIT:

@@ -149,7 +149,7 @@ def describe(type: EventType, fields: dict[str, Any], config: RunConfig) -> str:
         return f"warning: {fields['message']} {fields['remedy'] or ''}".rstrip()
     if type is EventType.EXIT:
         return _describe_exit(fields, config)
-    return str(fields["detail"])
+    return str(fields["detail"])  # a phase's, or a corrected plan's
 
 
 def _describe_exit(fields: dict[str, Any], config: RunConfig) -> str:

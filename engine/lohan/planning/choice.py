@@ -153,6 +153,13 @@ class Chooser:
             remedy="Use a smaller micro-batch, or another policy.",
         )
 
+    def problem(self, micro_batch: int, kept_units: int) -> ActivationProblem | None:
+        """What there is to decide then; None where the block was never measured."""
+        times = block_times(self._profile, self._fit, micro_batch)
+        if times is None:
+            return None
+        return self._problem(times, micro_batch, kept_units, self._fit.activation_rooms(micro_batch, kept_units))[0]
+
     def _decision(self, problem: ActivationProblem, facts: PolicyFacts) -> ActivationDecision:
         swapped_bytes = self._fit.engine.swapped_activation_bytes
         if swapped_bytes is not None and self._policy is ActivationPolicy.HOLISTIC:

@@ -69,12 +69,12 @@ class StepTrace:
         result = {}
         for resource in Resource:
             spans = [span for span in self.spans if span.resource is resource and not isinstance(span.kind, Wait)]
-            result[resource] = Busy(_union_seconds(spans), sum(span.bytes for span in spans), len(spans))
+            result[resource] = Busy(union_seconds(spans), sum(span.bytes for span in spans), len(spans))
         return result
 
     def waits(self) -> Mapping[Wait, float]:
         """Seconds that the device stood still, by cause."""
-        return {wait: _union_seconds(span for span in self.spans if span.kind is wait) for wait in Wait}
+        return {wait: union_seconds(span for span in self.spans if span.kind is wait) for wait in Wait}
 
 
 def mean_busy(steps: Sequence[StepTrace]) -> Mapping[Resource, Busy]:
@@ -90,7 +90,7 @@ def mean_busy(steps: Sequence[StepTrace]) -> Mapping[Resource, Busy]:
     }
 
 
-def _union_seconds(spans: Iterable[Span]) -> float:
+def union_seconds(spans: Iterable[Span]) -> float:
     """The length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start_seconds):

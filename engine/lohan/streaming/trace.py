@@ -94,6 +94,15 @@ class Trace:
         self.step = 0
         """The one that is under way."""
 
+    def record(self, first_step: int, steps: int) -> None:
+        """Record these steps next, which lie ahead, instead of those asked for before; what was recorded is forgotten."""
+        with self._lock:
+            self._first, self._last = first_step, first_step + steps - 1
+            self._raw.clear()
+            self._spans.clear()
+            self._starts.clear()
+            self._count = self.dropped_spans = 0
+
     @property
     def is_complete(self) -> bool:
         """Whether a step behind the last one to be recorded has begun: how long that was is known then."""

@@ -12,11 +12,13 @@ from lohan.config import Precision, RunConfig
 from lohan.events import EventType, ExitReason, Phase
 from lohan.models.export import save_pretrained
 from lohan.models.load import empty_model, load_config, open_weights
+from lohan.planning.correction import MeasuredStep
 from lohan.planning.plan import Plan
 from lohan.streaming.executor import Session, init
 from lohan.training.checkpoint import Checkpoint
+from lohan.training.correcting import PlanWatch, write_plan
 from lohan.training.metrics import MeanLoss
-from lohan.training.plan_run import plan_run, state_directories
+from lohan.training.plan_run import PlannedRun, prepare_run, state_directories
 from lohan.training.recording import Recording
 from lohan.training.reporter import Reporter
 from lohan.training.resume import can_resume, find_checkpoint, is_resumable
@@ -29,7 +31,7 @@ from lohan.units import format_count
 if TYPE_CHECKING:
     from torch import nn
 
-PLAN_FILE, EXPORT_FOLDER = "plan.json", "export"
+EXPORT_FOLDER = "export"
 
 
 class Attempt:
@@ -59,10 +61,12 @@ class Attempt:
         rows = prepare_rows(self._config, model_config, self._reporter, self._stop)
         course = Course.of(rows, self._config.training, data_digest=rows.digest if is_resumable(self._config) else "")
         checkpoint = find_checkpoint(self._config, course, resume_from=self._resume_from)
-        plan = self._plan(model_config, checkpoint)
+        planned = self._plan(model_config, checkpoint)
+        plan = planned.plan
         self._say_started(plan, course.total_steps, checkpoint)
         torch.manual_seed(self._config.training.seed)
-        tracing = RunTrace(self._trace, course.total_steps, checkpoint.step if checkpoint is not None else 0, self._reporter)
+        done = checkpoint.step if checkpoint is not None else 0
+        tracing = RunTrace(self._trace, course.total_steps, done, self._reporter, is_watched=planned.running is not None)
         session, model, optimizer = self._load_model(model_config, plan, checkpoint, tracing)
         with tracing, session:
             tracing.attach(session)
@@ -73,23 +77,27 @@ class Attempt:
                 self._state_directories,
                 self._reporter,
                 total_steps=course.total_steps,
-                resumed_step=checkpoint.step if checkpoint is not None else 0,
+                resumed_step=done,
             )
+            watch = PlanWatch(planned, session, tracing.trace, self._reporter, self._directory, begin=tracing.free_from)
+
+            def on_step(step: MeasuredStep) -> None:
+                tracing.step_done()
+                watch.step_done(step)
+
             steps = Steps(session, model, optimizer, course, self._config.training, self._reporter, self._stop, recording, checkpoint)
             before = self._evaluate(model, course, session.device, "before") if checkpoint is None else None
-            steps.run(evaluation_seconds=before, on_step=tracing.step_done)
+            steps.run(evaluation_seconds=before, on_step=on_step)
             self._evaluate(model, course, session.device, "after")
             self._export(session, model_config)
 
-    def _plan(self, model_config: Any, checkpoint: Checkpoint | None) -> Plan:
+    def _plan(self, model_config: Any, checkpoint: Checkpoint | None) -> PlannedRun:
         if checkpoint is None:
-            plan = plan_run(self._config, model_config)
+            planned = prepare_run(self._config, model_config)
         else:
-            plan = plan_run(self._config, model_config, micro_batch_size=checkpoint.micro_batch_size, grain=checkpoint.grain)
-        temporary = self._directory / (PLAN_FILE + ".tmp")
-        temporary.write_text(plan.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        temporary.replace(self._directory / PLAN_FILE)
-        return plan
+            planned = prepare_run(self._config, model_config, micro_batch_size=checkpoint.micro_batch_size, grain=checkpoint.grain)
+        write_plan(planned.plan, self._directory)
+        return planned
 
     def _say_started(self, plan: Plan, total_steps: int, checkpoint: Checkpoint | None) -> None:
         self._reporter.say(

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lohan.config import EngineSection, RunConfig, TrainingSection, UnitGrain
+from lohan.config import ActivationPolicy, EngineSection, GradientBuffers, RunConfig, TrainingSection, UnitGrain
 from lohan.errors import CapacityError
 from lohan.hardware.probe import HardwareFacts, occupied_bytes, probe
+from lohan.hardware.profile import HardwareProfile
 from lohan.models.blocks import trace_workload
 from lohan.models.load import load_config
+from lohan.planning.correction import Running
+from lohan.planning.fit import Fit, choose_gpu
 from lohan.planning.machine import machine_profile
 from lohan.planning.plan import Plan
 from lohan.planning.planner import make_plan
+from lohan.planning.workload import Workload
 from lohan.states.record import FOLDER
+from lohan.training.corrected_profile import corrected_by_run
 
 STATES_FOLDER = "states"
 
@@ -27,9 +32,40 @@ def state_directories(config: RunConfig) -> tuple[Path, ...]:
     return config.engine.state_directories or (config.output.directory / STATES_FOLDER,)
 
 
-def plan_run(
+@dataclass(frozen=True)
+class PlannedRun:
+    """A plan, and what it was made from."""
+
+    plan: Plan
+    workload: Workload
+    training: TrainingSection
+    engine: EngineSection
+    hardware: HardwareFacts
+    profile: HardwareProfile | None
+    """Of the machine, corrected by earlier steps of the run where there were such."""
+    corrections: int = 0
+    """That the profile has had."""
+
+    @property
+    def running(self) -> Running | None:
+        """What the run does, as far as its steps can be held against a forecast; None where there is none."""
+        plan = self.plan
+        if self.profile is None or plan.forecast is None:
+            return None
+        engine = self.engine.model_copy(update={"gradient_buffers": GradientBuffers(plan.gradient_buffers)})
+        fit = Fit(self.workload, self.training, engine, self.hardware, choose_gpu(engine, self.hardware), UnitGrain(plan.grain))
+        policy = ActivationPolicy(plan.policy)
+        return Running(fit, self.profile, policy, plan.micro_batch_size, plan.kept_units, plan.retention)
+
+
+def plan_run(config: RunConfig, model_config: Any = None) -> Plan:
+    """The plan of a run that begins now; raises as `prepare_run`."""
+    return prepare_run(config, model_config).plan
+
+
+def prepare_run(
     config: RunConfig, model_config: Any = None, *, micro_batch_size: int | None = None, grain: UnitGrain = UnitGrain.AUTO
-) -> Plan:
+) -> PlannedRun:
     """Trace the model, probe the machine, and divide the bytes. What the run's own states occupy already counts as free.
 
     Args:
@@ -44,18 +80,18 @@ def plan_run(
     directories = state_directories(config)
     hardware = _with_own_states(probe(directories), directories)
     engine = config.engine.model_copy(update={"grain": grain}) if config.engine.grain is UnitGrain.AUTO else config.engine
-    plan_with = partial(
-        make_plan,
-        workload,
-        model_name=config.model.path.name,
-        training=config.training,
-        hardware=hardware,
-        profile=machine_profile(engine, hardware),
-    )
+    profile, corrections = corrected_by_run(config.output.directory, machine_profile(engine, hardware))
+
+    def prepared(engine: EngineSection) -> PlannedRun:
+        plan = make_plan(
+            workload, model_name=config.model.path.name, training=config.training, engine=engine, hardware=hardware, profile=profile
+        )
+        return PlannedRun(plan, workload, config.training, engine, hardware, profile, corrections)
+
     if micro_batch_size is not None and engine.micro_batch_size is None:
         with suppress(CapacityError):
-            return plan_with(engine=engine.model_copy(update={"micro_batch_size": micro_batch_size}))
-    return plan_with(engine=engine)
+            return prepared(engine.model_copy(update={"micro_batch_size": micro_batch_size}))
+    return prepared(engine)
 
 
 def plan_model(model: Path, training: TrainingSection, engine: EngineSection, directories: Sequence[Path]) -> Plan:

@@ -13,6 +13,7 @@ import torch
 from lohan.config import TrainingSection
 from lohan.data.pack import Batch, BatchSampler, TokenRows
 from lohan.events import EventType, Phase
+from lohan.planning.correction import MeasuredStep
 from lohan.streaming.executor import Session
 from lohan.training.checkpoint import Checkpoint, RandomStates, SchedulerState, finite_metrics
 from lohan.training.gradients import gradient_facts, warn_of_skipped_step
@@ -77,7 +78,7 @@ class Steps:
             checkpoint.scheduler.restore(self._scheduler)
             checkpoint.random.restore(session.device)
 
-    def run(self, *, evaluation_seconds: float | None = None, on_step: Callable[[], None] = lambda: None) -> None:
+    def run(self, *, evaluation_seconds: float | None = None, on_step: Callable[[MeasuredStep], None] = lambda _: None) -> None:
         """Do the steps that are left.
 
         Args:
@@ -90,8 +91,8 @@ class Steps:
         self._reporter.begin(Phase.TRAINING, f"{left} steps of {self._training.batch_size} rows.")
         for step in range(self._first, self._course.total_steps):
             self._stop_if_asked(step)
-            self._metrics = self._step(step)
-            on_step()
+            measured, self._metrics = self._step(step)
+            on_step(measured)
             self._reporter.say(EventType.STEP, **self._metrics)
             self._record(step + 1)
         self._recording.finish()
@@ -111,8 +112,8 @@ class Steps:
             self._reporter.sync()
             self._recording.record(steps, self._checkpoint(steps, self._metrics).to_payload())
 
-    def _step(self, step: int) -> dict[str, Any]:
-        """Do step `step` (from 0); returns what its event says."""
+    def _step(self, step: int) -> tuple[MeasuredStep, dict[str, Any]]:
+        """Do step `step` (from 0); returns how long it took and what its event says."""
         course, session = self._course, self._session
         begun = time.monotonic()
         batch = course.rows.batch(course.sampler.batch(step))
@@ -128,7 +129,8 @@ class Steps:
         self._tokens_seen += batch.tokens
         statistics = session.statistics
         warn_of_skipped_step(statistics, self._reporter)
-        return {
+        rows, length = batch.input_ids.shape
+        return MeasuredStep(step + 1, rows, length, seconds), {
             "step": step + 1,
             "total_steps": course.total_steps,
             "epoch": course.sampler.epoch(step),

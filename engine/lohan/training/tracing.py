@@ -56,18 +56,24 @@ class RunTrace:
     Args:
         total_steps: of the run.
         done: steps done before this attempt.
+        is_watched: whether there is to be a trace without a request too, which records nothing by itself.
     """
 
-    def __init__(self, request: TraceRequest | None, total_steps: int, done: int, reporter: Reporter) -> None:
+    def __init__(self, request: TraceRequest | None, total_steps: int, done: int, reporter: Reporter, *, is_watched: bool) -> None:
         self._request, self._reporter = request, reporter
         self._session: Session | None = None
         self._is_written = False
         self.trace: Trace | None = None
-        if request is not None:
+        self.free_from = done + 1
+        """The step from which on the trace can be used for something else."""
+        if request is not None or is_watched:
             from lohan.streaming.trace import Trace
 
             # The first step of an attempt finds nothing loaded and its memory untouched.
-            self.trace = Trace(first_step=max(1, min(done + 2, total_steps)), steps=request.steps)
+            first = max(1, min(done + 2, total_steps)) if request is not None else total_steps + 1
+            self.trace = Trace(first_step=first, steps=request.steps if request is not None else 1)
+            if request is not None:
+                self.free_from = first + request.steps
 
     def attach(self, session: Session) -> None:
         """The session that the trace was made for."""

@@ -1,0 +1,33 @@
+"""A run's plan with what its first steps have corrected: another forecast, and what is kept now. Pure arithmetic."""
+
+from __future__ import annotations
+
+from lohan.planning.choice import Choice, forecast
+from lohan.planning.correction import Correction
+from lohan.planning.plan import Plan
+
+
+def corrected_plan(plan: Plan, correction: Correction, *, retention_changed: bool) -> Plan:
+    """`plan` as it is followed from now on.
+
+    Args:
+        retention_changed: whether the better decision is followed.
+    """
+    running = correction.running
+    fit, micro_batch, kept_units = running.fit, running.micro_batch, running.kept_units
+    better = correction.better if retention_changed else None
+    choice = better or Choice(fit, micro_batch, kept_units, running.decision)
+    foreseen = forecast(choice, plan.forecast.alternatives if plan.forecast is not None else (), running.profile)
+    if better is None and plan.forecast is not None:
+        foreseen = foreseen.model_copy(update={"case": plan.forecast.case, "is_memory_bound": plan.forecast.is_memory_bound})
+    retention = choice.decision.retention
+    swapped = fit.kept_on_drives(retention, micro_batch) - fit.kept_on_drives(plan.retention, micro_batch)
+    return plan.model_copy(
+        update={
+            "retention": retention,
+            "tiers": (*fit.memory(micro_batch, kept_units, retention), fit.drives(retention, micro_batch)),
+            "ssd_bytes_per_step": plan.ssd_bytes_per_step + 2 * swapped,
+            "ssd_bytes_written_per_step": plan.ssd_bytes_written_per_step + swapped,
+            "forecast": foreseen,
+        }
+    )
