@@ -22,6 +22,7 @@ from lohan.models.load import load_config
 from lohan.planning.plan import Plan
 from lohan.planning.state_form import StateForm
 from lohan.planning.tiers import Tier
+from lohan.planning.workload import Workload
 from lohan.training.loop import train
 from lohan.training.plan_run import STATES_FOLDER
 from tests.engine.test_training import events_of, make_config
@@ -32,7 +33,10 @@ LENGTH = 96
 
 def write_profile(folder: Path, model: Path, states: Path, *, precision: str = "fp32", flops: float = 1e9) -> None:
     """This machine, its CPU for the device, as if it computed 1 GFLOPS and moved 1 GB/s, and its drives 100 GB/s."""
-    workload = trace_workload(load_config(model))
+    write_profile_of(trace_workload(load_config(model)), folder, states, precision=precision, flops=flops)
+
+
+def write_profile_of(workload: Workload, folder: Path, states: Path, *, precision: str, flops: float = 1e9) -> None:
     seconds = {
         operator.label: (operator.flops.at(3, LENGTH) + operator.traffic_elements.at(3, LENGTH)) / flops for operator in workload.operators
     }

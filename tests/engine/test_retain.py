@@ -204,6 +204,21 @@ def test_what_the_model_does_not_have_is_said_and_loses_nothing(retention, tmp_p
     assert all(torch.equal(found[name].float(), expected.after[name]) for name in found)
 
 
+def test_a_compiled_block_is_not_watched_for_its_sizes(tmp_path):
+    """It would run uncompiled then. Room is made in the next forward instead."""
+    model = make_llama()
+    mlp = model.model.layers[0].mlp
+    mlp._compiled_call_impl = mlp._call_impl  # as `Module.compile` sets it, without a compiler
+    for layer in model.model.layers[1:]:
+        layer._compiled_call_impl = layer._call_impl
+    with open_session(model, adamw(model), tmp_path) as session:
+        one_loss(model).backward()
+        session.retain(in_tier("ram", [ATTENTION]))
+        assert not held_bytes(session)
+        one_loss(model).backward()
+        assert held_bytes(session)["kept activations"]
+
+
 # ---------------------------------------------------------------- room
 def small_plan(model: Any, folder: Path, capacity_bytes: int) -> Any:
     from tests.engine.test_host_memory import plan_of

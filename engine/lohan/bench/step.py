@@ -1,10 +1,11 @@
 """`lohan bench step`: whole training steps of a randomly initialised Llama on random tokens, setting beside setting.
 
-Each setting runs in a process of its own (`step_worker`), whose memory peaks are its alone. A step's time is that from the end of one
-backward to the end of the next, in steps that follow each other without a wait, as in a run: what an update takes beyond its step shows in
-the next one's forward. Settings of one tier and batch are compared: as many of them as the machine holds at once, in order, are set
-up first and then take single steps in turns, each after one that does not count. What is left is measured after them, step after step, and
-the whole in as many rounds as wanted, every other one in the opposite order.
+Each setting runs in a process of its own (`step_worker`), whose memory peaks are its alone; settings that differ in nothing but what they
+keep of activations take turns in one (`step_shared`), which is set up once and counts each one's peaks by itself. A step's time is that
+from the end of one backward to the end of the next, in steps that follow each other without a wait, as in a run: what an update takes
+beyond its step shows in the next one's forward. Settings of one tier and batch are compared: as many of them as the machine holds at once,
+in order, are set up first and then take single steps in turns, each after one that does not count. What is left is measured after them,
+step after step, and the whole in as many rounds as wanted, every other one in the opposite order.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import Final
 
 from lohan._native import IoError
 from lohan.bench.records import Record, Watcher, median
-from lohan.bench.step_child import StepChild
+from lohan.bench.step_child import Measured, StepChild
 from lohan.bench.step_disk import mixed_bytes_per_second
 from lohan.bench.step_options import StatesTier, StepOptions, StepSetting, StepTask
-from lohan.bench.step_plans import make_task, waves
+from lohan.bench.step_plans import grouped, make_task, waves
 from lohan.bench.step_shapes import SHAPES, step_flops
+from lohan.bench.step_shared import Seat, SharedChild
 from lohan.bench.turns import Measurement, run_in_turns
 from lohan.config import ActivationPolicy
 from lohan.errors import LohanError
-from lohan.hardware.probe import probe
+from lohan.hardware.probe import HardwareFacts, probe
 from lohan.planning.kept_footprint import KEPT
 from lohan.planning.tiers import Tier
 
@@ -54,7 +56,7 @@ def run(options: StepOptions, watcher: Watcher) -> list[Record]:
             except LohanError as error:
                 records.append(_skipped(options, setting, str(error)))
         if tasks:
-            comparisons.append(_Comparison(waves(tasks, hardware), options, watcher))
+            comparisons.append(_Comparison(tasks, hardware, options, watcher))
     watcher.expect(sum(comparison.measurements for comparison in comparisons))
     for comparison in comparisons:
         records += comparison.measure()
@@ -64,34 +66,42 @@ def run(options: StepOptions, watcher: Watcher) -> list[Record]:
 class _Comparison:
     """Tasks of one tier and batch, in waves that are set up together."""
 
-    def __init__(self, groups: Sequence[Sequence[StepTask]], options: StepOptions, watcher: Watcher) -> None:
-        self._groups = [[Measurement(task) for task in wave] for wave in groups]
+    def __init__(self, tasks: Sequence[StepTask], hardware: HardwareFacts, options: StepOptions, watcher: Watcher) -> None:
+        measurements = {id(task): Measurement(task) for task in tasks}
+        self._all = list(measurements.values())
+        self._waves = [[[measurements[id(task)] for task in group] for group in wave] for wave in waves(grouped(tasks), hardware)]
         self._options, self._watcher = options, watcher
         # Whoever is set up once takes all steps of all rounds then.
-        alone = len(groups) == 1
+        alone = len(self._waves) == 1
         self._rounds, self._steps = (1, options.rounds * options.steps) if alone else (options.rounds, options.steps)
 
     @property
     def measurements(self) -> int:
         """Steps of all, warm-up included."""
-        return sum(map(len, self._groups)) * self._rounds * (self._options.warmup + self._steps)
+        return len(self._all) * self._rounds * (self._options.warmup + self._steps)
 
     def measure(self) -> list[Record]:
-        first = self._groups[0][0].task
+        first = self._all[0].task
         mixed: list[float] = []
         _measure_files(first.tier, first.engine.state_directories, mixed, self._watcher)
         for turn in range(self._rounds):
-            for group in self._groups if turn % 2 == 0 else reversed(self._groups):
-                working = [measurement for measurement in group if not measurement.failure]
+            for wave in self._waves if turn % 2 == 0 else reversed(self._waves):
+                working = [[measurement for measurement in group if not measurement.failure] for group in wave]
                 _run_in_turns(working, self._options, self._steps, self._watcher)
         _measure_files(first.tier, first.engine.state_directories, mixed, self._watcher)
         rate = median(mixed) if mixed else None
-        measured = [(measurement, len(group) > 1) for group in self._groups for measurement in group]
+        in_turns = {id(measurement) for wave in self._waves for measurement in _of(wave) if len(_of(wave)) > 1}
         # Every child measured the same block: the least disturbed of them counts.
         peaks: dict[int, float] = {}
-        for result in itertools.chain.from_iterable(measurement.results for measurement, _ in measured):
+        for result in itertools.chain.from_iterable(measurement.results for measurement in self._all):
             peaks[result["micro_batch"]] = max(result["block_peak_tflops"], peaks.get(result["micro_batch"], 0.0))
-        return [step_record(self._options, measurement, peaks, mixed=rate, in_turns=in_turns) for measurement, in_turns in measured]
+        return [
+            step_record(self._options, measurement, peaks, mixed=rate, in_turns=id(measurement) in in_turns) for measurement in self._all
+        ]
+
+
+def _of(wave: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+    return list(itertools.chain.from_iterable(wave))
 
 
 def _measure_files(tier: StatesTier, directories: tuple[Path, ...], mixed: list[float], watcher: Watcher) -> None:
@@ -107,13 +117,17 @@ def _measure_files(tier: StatesTier, directories: tuple[Path, ...], mixed: list[
     mixed += [rate] if rate else []
 
 
-def _run_in_turns(measured: Sequence[Measurement], options: StepOptions, steps: int, watcher: Watcher) -> None:
+def _run_in_turns(groups: Sequence[Sequence[Measurement]], options: StepOptions, steps: int, watcher: Watcher) -> None:
+    """Measurements of one group share a process."""
+    measured = _of(groups)
     last = last_step(options.warmup, steps, in_turns=len(measured) > 1)
-
-    def start(task: StepTask) -> StepChild:
-        return StepChild(task.model_copy(update={"warmup": options.warmup, "trace_step": last}))
-
-    run_in_turns(measured, start, warmup=options.warmup, steps=steps, watcher=watcher)
+    children: dict[int, Measured] = {}
+    for group in groups:
+        tasks = [measurement.task.model_copy(update={"warmup": options.warmup, "trace_step": last}) for measurement in group]
+        shared = SharedChild(tasks, StepChild) if len(tasks) > 1 else None
+        for place, (measurement, task) in enumerate(zip(group, tasks, strict=True)):
+            children[id(measurement.task)] = Seat(shared, place) if shared is not None else StepChild(task)
+    run_in_turns(measured, lambda task: children[id(task)], warmup=options.warmup, steps=steps, watcher=watcher)
 
 
 def last_step(warmup: int, steps: int, *, in_turns: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ def host_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
         return (int(found["VmHWM"][0]) - int(found["RssShmem"][0])) * 1024
     except (KeyError, IndexError, ValueError) as error:
         raise OSError(f"{status} does not say how much memory was resident at most") from error
+
+
+def forget_host_peak(references: Path = Path("/proc/self/clear_refs")) -> None:
+    """Let `host_peak_bytes` count from now on, where the kernel lets a process ask for that; else it goes on from its beginning."""
+    with suppress(OSError):
+        references.write_text("5")
 
 
 class GpuMemory:

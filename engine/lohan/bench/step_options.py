@@ -26,6 +26,7 @@ from lohan.config import (
 from lohan.errors import ConfigError
 from lohan.hardware.probe import IN_MEMORY_FILESYSTEMS, filesystem_type
 from lohan.planning.plan import Plan
+from lohan.planning.retention import Retention
 from lohan.planning.state_form import StateForm
 from lohan.units import GIB, format_bytes
 
@@ -63,6 +64,17 @@ class StatesTier(StrEnum):
     DISK = "disk"
 
 
+class StepChoice(BaseModel):
+    """What settings may differ in that one process takes in turns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    retention: Retention
+    micro_batch_size: int
+    trace_path: Path | None = None
+    """As `StepTask.trace_path`."""
+
+
 class StepTask(BaseModel):
     """One setting, ready to be run by a child: what was asked for, and the plan it got."""
 
@@ -83,6 +95,13 @@ class StepTask(BaseModel):
     """Which step is recorded, counted from 1 over all that are taken."""
     trace_path: Path | None = None
     """Where the recorded step is written for ui.perfetto.dev."""
+    others: tuple[StepChoice, ...] = ()
+    """What the child goes on with by `use 1` and so on; `use 0` is the plan's own. Warm-up and recorded step are each one's."""
+
+    @property
+    def choice(self) -> StepChoice:
+        """What of the task a process can change between two steps."""
+        return StepChoice(retention=self.plan.retention, micro_batch_size=self.plan.micro_batch_size, trace_path=self.trace_path)
 
     @property
     def shape(self) -> Shape:

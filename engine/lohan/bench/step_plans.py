@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lohan.bench.step_options import StatesTier, StepOptions, StepSetting, StepTask
 from lohan.config import Durability, EngineSection, Precision, TrainingSection
@@ -92,15 +92,54 @@ def file_bytes(task: StepTask) -> int:
     return sum(item.bytes for item in task.plan.tier(Tier.SSD).items if item.name != _EXPORTED)
 
 
-def waves(tasks: Sequence[StepTask], hardware: HardwareFacts) -> list[list[StepTask]]:
-    """The tasks, in order, in groups of as many as this machine holds at the same time."""
-    groups: list[list[StepTask]] = []
+Group = list[StepTask]
+"""Tasks that one process takes in turns."""
+
+_OF_RETENTION: Final[Any] = {
+    "engine": {"policy", "swapped_activation_bytes"},
+    "plan": {
+        *("retention", "micro_batch_size", "tiers", "forecast", "policy", "notes", "settings_digest"),
+        *("ssd_bytes_per_step", "ssd_bytes_written_per_step"),
+    },
+    "trace_path": True,
+}
+"""Where tasks may differ that one process can take."""
+
+
+def grouped(tasks: Sequence[StepTask]) -> list[Group]:
+    """The tasks, those together that differ in nothing but what is kept of activations and in micro-batches."""
+    groups: list[Group] = []
     for task in tasks:
-        if groups and fit_together([*groups[-1], task], hardware):
-            groups[-1].append(task)
-        else:
+        group = next((group for group in groups if _alike(group[0], task)), None)
+        if group is None:
             groups.append([task])
+        else:
+            group.append(task)
     return groups
+
+
+def _alike(first: StepTask, second: StepTask) -> bool:
+    one, other = (task.model_dump(exclude=_OF_RETENTION) for task in (first, second))
+    capacities = ([tier.capacity_bytes for tier in task.plan.tiers] for task in (first, second))
+    return one == other and next(capacities) == next(capacities)
+
+
+def largest(group: Group) -> StepTask:
+    """The group as one task, with what it takes at most of each tier."""
+    tiers = zip(*(task.plan.tiers for task in group), strict=True)
+    most = tuple(max(same, key=lambda tier: tier.used_bytes) for same in tiers)
+    return group[0].model_copy(update={"plan": group[0].plan.model_copy(update={"tiers": most})})
+
+
+def waves(groups: Sequence[Group], hardware: HardwareFacts) -> list[list[Group]]:
+    """The groups, in order, as many at a time as this machine holds."""
+    found: list[list[Group]] = []
+    for group in groups:
+        if found and fit_together([largest(one) for one in (*found[-1], group)], hardware):
+            found[-1].append(group)
+        else:
+            found.append([group])
+    return found
 
 
 def fit_together(tasks: Sequence[StepTask], hardware: HardwareFacts) -> bool:

@@ -15,7 +15,8 @@ import torch
 
 import lohan
 from lohan.bench.serving import serve
-from lohan.bench.step_memory import GpuMemory, host_peak_bytes
+from lohan.bench.step_account import Account
+from lohan.bench.step_memory import GpuMemory, forget_host_peak
 from lohan.bench.step_model import PooledWeights, block_seconds, make_config
 from lohan.bench.step_options import StepTask
 from lohan.bench.step_shapes import TRAINING_TO_FORWARD, block_forward_flops
@@ -49,9 +50,12 @@ class StepRun:
         self._config = make_config(task.shape, task.training.sequence_length)
         self._generator = torch.Generator().manual_seed(1)
         self._resources = ExitStack()
-        self._steps = self._timed_steps = 0
+        self._choices = [task.choice, *task.others]
+        self._accounts = [Account() for _ in self._choices]
+        self._choice = 0
+        self._is_recorded = False  # the last step of the setting at work
         self._last_end: float | None = None
-        self._trace = Trace(first_step=task.trace_step, steps=1)
+        self._trace = Trace(first_step=sys.maxsize, steps=1)  # which step it is to be is known when it comes
         if self._device.type == "cuda" and task.engine.gpu_memory_bytes is not None:
             total = torch.cuda.get_device_properties(self._device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, task.engine.gpu_memory_bytes / total), self._device)
@@ -98,7 +102,7 @@ class StepRun:
         """
         begin = self._last_end if self._last_end is not None else self._take_step()[1]
         loss, self._last_end = self._take_step()
-        self._timed_steps += 1
+        self._account.timed_steps += 1
         self._look_at_gpu()
         return {"seconds": self._last_end - begin, "loss": loss}
 
@@ -106,14 +110,44 @@ class StepRun:
         """Finish all updates and records, so that nothing goes on while others take their steps."""
         self._session.wait()
         self._last_end = None
+        account, now = self._account, self._session.statistics
+        account.add(self._before, now)
+        self._before = now
+        account.look_at_memory(self._session, self._device, is_shared=len(self._choices) > 1)
+        for step in self._trace.steps if self._is_recorded else ():
+            account.note_busy(step)
+            path = self._choices[self._choice].trace_path
+            if path is not None:
+                write_perfetto(self._trace, path, self._session.unit_names)
+        self._is_recorded = False
 
     def use(self, choice: str) -> None:
-        """A plan decides how the engine works: there is nothing to choose."""
-        raise EngineError(f"a session cannot go on with {choice!r}")
+        """Go on with the setting of this number: what it keeps of activations, and in which micro-batches.
+
+        Raises:
+            ValueError: there is no such setting.
+            CapacityError: there is no room for it.
+        """
+        number = int(choice)
+        self.pause()
+        self._session.retain(self._choices[number].retention, self._choices[number].micro_batch_size)
+        self._choice = number
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        forget_host_peak()
+
+    @property
+    def _account(self) -> Account:
+        return self._accounts[self._choice]
 
     def _take_step(self) -> tuple[float, float]:
         """The loss of one step, and when its backward had ended."""
         training, session = self._task.training, self._session
+        self._account.steps += 1
+        if self._account.steps == self._task.trace_step:
+            self._is_recorded = True
+            self._trace.record(session.steps + 1, 1)
         shape = (training.batch_size, training.sequence_length)
         tokens = torch.randint(self._config.vocab_size, shape, generator=self._generator).to(self._device)
         loss = self._model(input_ids=tokens, labels=tokens).loss
@@ -124,53 +158,32 @@ class StepRun:
         end = time.perf_counter()
         if session.durability is Durability.STEP:
             session.commit({})
-        self._steps += 1
         skipped = session.statistics.skipped_steps
         if value != value or skipped:
-            raise EngineError(f"the loss of step {self._steps} is {value}, and {skipped} steps were left out")
+            raise EngineError(f"the loss of step {session.steps} is {value}, and {skipped} steps were left out")
         return value, end
 
     def finish(self) -> Record:
-        """What the run took (bytes are of a step, on average), and how fast one block is in its place."""
+        """What the run took, and how fast one block is in its place; where settings took turns, of each, as `choices`."""
         self.pause()
-        statistics = self._session.statistics
-        result = {
-            "bytes_read": (statistics.bytes_read - self._before.bytes_read) // max(1, self._steps),
-            "bytes_written": (statistics.bytes_written - self._before.bytes_written) // max(1, self._steps),
-            "clip_rate": statistics.clip_rate,
-            "host_peak_bytes": host_peak_bytes(),
-            **self._gpu_peaks(),
-            **self._busy(),
-        }
+        on_gpu = self._device.type == "cuda"
         self._resources.close()
-        training = self._task.training
-        rows, length = self._session.micro_batch_size, training.sequence_length
+        peaks = {rows: self._block_peak(rows) for rows in sorted({choice.micro_batch_size for choice in self._choices})}
+        results = [
+            {**account.result(self._context_bytes, on_gpu=on_gpu), "micro_batch": rows, "block_peak_tflops": peaks[rows]}
+            for account, rows in zip(self._accounts, (choice.micro_batch_size for choice in self._choices), strict=True)
+        ]
+        return results[0] if len(results) == 1 else {"choices": results}
+
+    def _block_peak(self, rows: int) -> float:
+        """TFLOPS of one block by itself, with so many rows."""
+        length = self._task.training.sequence_length
         seconds = block_seconds(self._config, rows, length, device=self._device, dtype=self._dtype)
-        flops = TRAINING_TO_FORWARD * block_forward_flops(self._task.shape, rows, length)
-        return {**result, "micro_batch": rows, "block_peak_tflops": flops / seconds / 1e12}
-
-    def _busy(self) -> Record:
-        """Of the recorded step: in which part of it each resource was busy, and the device waited; `{}` twice where there is none."""
-        if self._task.trace_path is not None:
-            write_perfetto(self._trace, self._task.trace_path, self._session.unit_names)
-        for step in self._trace.steps:
-            busy = {str(resource): busy.seconds / step.seconds for resource, busy in step.busy().items()}
-            return {"busy": busy, "waits": {str(wait): seconds / step.seconds for wait, seconds in step.waits().items()}}
-        return {"busy": {}, "waits": {}}
-
-    def _gpu_peaks(self) -> Record:
-        """`gpu_peak_bytes`: what the allocator reserved at most, and CUDA's own; both None on a CPU."""
-        if self._device.type != "cuda":
-            return {"gpu_peak_bytes": None, "gpu_allocated_peak_bytes": None, "gpu_context_bytes": None}
-        return {
-            "gpu_peak_bytes": torch.cuda.max_memory_reserved(self._device) + (self._context_bytes or 0),
-            "gpu_allocated_peak_bytes": torch.cuda.max_memory_allocated(self._device),
-            "gpu_context_bytes": self._context_bytes,
-        }
+        return TRAINING_TO_FORWARD * block_forward_flops(self._task.shape, rows, length) / seconds / 1e12
 
     def _look_at_gpu(self) -> None:
         """When the warm-up is over: all kernels are loaded then, and other processes on the GPU have not moved since this one began."""
-        if self._device.type == "cuda" and self._timed_steps == self._task.warmup:
+        if self._device.type == "cuda" and self._context_bytes is None and self._account.timed_steps == self._task.warmup:
             self._context_bytes = self._gpu.context_bytes(self._device)
 
     def __enter__(self) -> Self:

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from lohan.bench.records import Record, Watcher
-from lohan.bench.step_child import ChildFailed, StepChild
+from lohan.bench.step_child import ChildFailed, Measured
 
-Start = Callable[[Any], StepChild]
+Start = Callable[[Any], Measured]
 """Makes the child of a task, which is not running yet."""
 
 
@@ -33,7 +33,7 @@ class Measurement:
         except ChildFailed as error:
             self.failure = error.message
 
-    def set_up(self, child: StepChild, warmup: int, watcher: Watcher, *, in_turns: bool) -> None:
+    def set_up(self, child: Measured, warmup: int, watcher: Watcher, *, in_turns: bool) -> None:
         """Wait for the child, and let it warm up; with `in_turns` it rests then."""
         watcher.note(f"{self.task.name}: setting up")
         self.setup_seconds.append(child.wait_ready())
@@ -42,14 +42,14 @@ class Measurement:
         if in_turns:
             child.pause()
 
-    def take_step(self, child: StepChild, watcher: Watcher, *, in_turns: bool) -> None:
+    def take_step(self, child: Measured, watcher: Watcher, *, in_turns: bool) -> None:
         """A timed step; with `in_turns` the child rests after it."""
         self.steps.append(child.step())
         if in_turns:
             child.pause()
         watcher.done(f"{self.task.name}, step {len(self.steps)}: {self.steps[-1]['seconds']:.3f} s")
 
-    def finish(self, child: StepChild) -> None:
+    def finish(self, child: Measured) -> None:
         """Let the child say what it took."""
         self.results.append(child.finish())
 
@@ -61,7 +61,7 @@ def run_in_turns(measured: Sequence[Measurement], start: Start, *, warmup: int, 
     """
     in_turns = len(measured) > 1
     with ExitStack() as stack:
-        running: list[tuple[Measurement, StepChild]] = []
+        running: list[tuple[Measurement, Measured]] = []
         for measurement in measured:
             child = stack.enter_context(start(measurement.task))
             running.append((measurement, child))

@@ -97,8 +97,11 @@ class KeptStage:
 
     def noting(self, unit: int, hidden: torch.Tensor | None) -> contextlib.AbstractContextManager[None]:
         """Around a region's first run: the first one of a block shows how large its outputs are."""
+        if self._sizes.are_known:
+            return _NOTHING
         block = self._blocks.get(unit)
-        if self._sizes.are_known or block is None or hidden is None or hidden.dim() < 3:
+        # A module that torch compiles runs uncompiled, and hence otherwise, within a dispatch mode.
+        if block is None or hidden is None or hidden.dim() < 3 or any(_is_compiled(module) for module in block.modules()):
             return _NOTHING
         return self._sizes.noting(block, hidden)
 
@@ -130,3 +133,7 @@ class KeptStage:
         else:
             self._tiers.reopen(folders)
         return self._tiers
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None  # noqa: SLF001 - what `nn.Module.compile` sets; there is no public way to ask

@@ -101,6 +101,7 @@ class Trace:
             self._raw.clear()
             self._spans.clear()
             self._starts.clear()
+            self._settled.clear()
             self._count = self.dropped_spans = 0
 
     @property
