@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help setup constraints chromium filesystems up worker doctor demo test test-native test-native-soak test-parity test-crash test-engine test-app test-e2e \
-        lint fmt types stubs migrate revision vendor bench bench-step-gpu bench-peers clean
+        lint fmt types stubs migrate revision vendor bench bench-step-gpu bench-peers bench-planner clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -128,6 +128,10 @@ bench-step-gpu: setup  ## Time whole training steps on a GPU, in parts, into one
 bench-peers: setup  ## Time training steps beside RoundPipe, DeepSpeed and plain PyTorch on a GPU of which 24 GiB count (D=folder on a drive, A="more options")
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks.peers --gpu-cap 24G --directory $(or $(D),build) --output benchmarks/results/peers.json --append $(A)
+
+bench-planner: setup  ## Hold the planner's forecasts and choices against steps on a GPU of which 24 GiB count (PARTS="convexity-32", or list; D=folder on a drive)
+	@mkdir -p build
+	@$(BIN)/python -m benchmarks.planner --gpu-cap 24G --directory $(or $(D),build) --profiles build/profiles $(PARTS)
 
 clean:  ## Remove builds and caches; .venv and data folders stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .node

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.convergence.chart import Panel, Series, svg
+from benchmarks.chart import Panel, Series, svg
 from benchmarks.convergence.data import open_corpus, sample_model, write_sample_rows
 from benchmarks.convergence.runs import FINAL_STEPS, Curve, Setup, train_engine, train_plain
 from lohan.bench.records import document, write_document
