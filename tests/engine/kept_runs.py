@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import lohan
+from lohan.config import KernelSet
 from lohan.errors import EngineError
 from lohan.planning.retention import BlockTiers, KeptOperator, Retention
 from lohan.streaming.kept_tiers import KeptTiers
-from tests.engine.reference import Outcome, adamw, make_batches, make_llama, open_session, train_streamed
+from tests.engine.reference import Outcome, adamw, make_batches, make_llama, on_device_of, open_session, train_streamed
 
 BLOCKS = (0, 1, 2)
 ATTENTION = "self_attn:attention#0"
@@ -25,7 +26,15 @@ GROUPS = {
     "silu * up": ["mlp.act_fn:silu#0", "mlp:mul#0"],
     "norms": ["input_layernorm:mul#1", "post_attention_layernorm:rsqrt#0", "post_attention_layernorm:mul#1"],
 }
-"""Of a Llama's block."""
+"""Of a Llama's block with torch's own operators."""
+FUSED_GROUPS = {
+    **{name: GROUPS[name] for name in ("matmuls", "attention")},
+    "rotated q and k": ["self_attn:rotary#0"],
+    "silu * up": ["mlp:swiglu#0"],
+    "norms": ["input_layernorm:rms_norm#0", "post_attention_layernorm:rms_norm#0"],
+}
+"""Of one with fused operators."""
+GROUPS_OF = {KernelSet.TORCH: GROUPS, KernelSet.LIGER: FUSED_GROUPS, KernelSet.COMPILED: FUSED_GROUPS}
 
 
 def spread(labels: Iterable[str], *, shift: int = 0) -> Retention:
@@ -59,11 +68,11 @@ def held_bytes(session: lohan.Session) -> dict[str, int]:
     return {holding.holder: holding.bytes for holding in session.host_memory.holdings if "kept" in holding.holder}
 
 
-def labels_of(model: nn.Module, folder: Path) -> list[str]:
+def labels_of(model: nn.Module, folder: Path, **options: Any) -> list[str]:
     """Of a block's operators, as the engine's own message has them."""
     try:
-        with open_session(model, adamw(model), folder, retention=in_tier("gpu", ["?"])):
-            model(**make_batches(1, padded=True)[0])
+        with open_session(model, adamw(model), folder, retention=in_tier("gpu", ["?"]), **options):
+            model(**on_device_of(model, make_batches(1, padded=True)[0]))
     except EngineError as error:
         return error.message.partition("; there are ")[2].split(", ")
     raise AssertionError("there is such an operator")

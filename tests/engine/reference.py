@@ -219,6 +219,7 @@ def open_session(model: nn.Module, optimizer: torch.optim.AdamW, directory: Path
         "seq_length": 16,
         "micro_batch_size": 2,
         "device": "cpu",
+        "kernels": "torch",  # what plain training computes with, on a GPU too
         "precision": Precision.FP32,
         "state_directories": [directory],
         "chunk_parameters": 4096,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
-from lohan.config import Precision
+from lohan.config import KernelSet, Precision
 from lohan.errors import ConfigError
 from lohan.hardware.profile import BlockTimes
 from lohan.models.block_times import measure_block
@@ -52,4 +52,4 @@ def test_all_parts_are_timed(name, device, precision):
 
 def test_other_kernels_are_refused():
     with pytest.raises(ConfigError, match="liger"):
-        measure_block(LLAMA, rows=1, length=8, precision=Precision.FP32, device=torch.device("cpu"), kernels="liger")
+        measure_block(LLAMA, rows=1, length=8, precision=Precision.FP32, device=torch.device("cpu"), kernels=KernelSet.LIGER)

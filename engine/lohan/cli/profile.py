@@ -12,7 +12,7 @@ import typer
 
 from lohan.cli.data_folder import ProfileFolder, StateDirectories, profile_folder, state_directories
 from lohan.cli.measuring import errors_in_words, terminated_in_order
-from lohan.config import Precision
+from lohan.config import KernelSet, Precision
 from lohan.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -226,7 +226,6 @@ def _parse_rows(text: str) -> tuple[int, ...]:
 def _with_model(request: _Request, model: _Model, machine: HardwareProfile, on_progress: OnProgress) -> HardwareProfile:
     """The profile with the model's block in the shapes that were asked for; the same one where they are in it already."""
     from lohan.hardware.profile_files import find_block
-    from lohan.models.block_times import TORCH_KERNELS
     from lohan.profiling.model import REPETITIONS, measure_model
 
     repetitions = 1 if request.quick else REPETITIONS
@@ -234,7 +233,7 @@ def _with_model(request: _Request, model: _Model, machine: HardwareProfile, on_p
         find_block,
         machine,
         workload_digest=model.digest,
-        kernels=TORCH_KERNELS,
+        kernels=KernelSet.TORCH,
         precision=model.precision.value,
         sequence_length=model.sequence_length,
     )

@@ -19,18 +19,16 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lohan.config import Precision
-from lohan.errors import ConfigError
+from lohan.config import KernelSet, Precision
 from lohan.hardware.profile import BlockTimes, Measured
 from lohan.models.block_inputs import block_arguments
 from lohan.models.blocks import find_units, first_block, output_projection, trace_workload
+from lohan.models.kernels import install_kernels, resolve_kernels
 from lohan.models.load import empty_model
 from lohan.models.operators import BlockOperators
 from lohan.planning.footprint import LOSS_CHUNK_LOGITS
 from lohan.planning.workload import UnitKind
 
-TORCH_KERNELS = "torch"
-"""The kernel set of a block as transformers wrote it, run eagerly."""
 _WARM_UP_PASSES = 2
 _GPU_WARM_UP_SECONDS = 0.3  # an idle GPU's clocks are low
 # Of a GPU, about 30 ms: the host gets ahead, so that no operator's time holds the wait for its launch.
@@ -45,7 +43,7 @@ def measure_block(
     length: int,
     precision: Precision,
     device: torch.device,
-    kernels: str = TORCH_KERNELS,
+    kernels: KernelSet = KernelSet.TORCH,
     repetitions: int = 3,
     on_progress: Callable[[float], None] | None = None,
 ) -> BlockTimes:
@@ -59,20 +57,20 @@ def measure_block(
         length: tokens a row.
         precision: of weights and activations.
         device: a GPU, or the CPU.
-        kernels: the kernel set; `torch` is the only one so far.
+        kernels: the kernel set; `auto` as `lohan.models.kernels.resolve_kernels` has it.
         repetitions: of what is timed, at least 1; unmeasured passes go before.
         on_progress: told the share of the timed passes that is done, 0 to 1.
 
     Raises:
         ModelError: the model has no units the engine can find.
-        ConfigError: an unknown kernel set.
+        ConfigError: the kernel set cannot run on the device.
         RuntimeError: the block cannot run by itself, or (torch.OutOfMemoryError) does not fit on the device.
     """
-    if kernels != TORCH_KERNELS:
-        raise ConfigError(f"unknown kernel set {kernels!r}", place="kernels", remedy=f'Use "{TORCH_KERNELS}".')
+    kernels = resolve_kernels(kernels, device)
     dtype = torch.bfloat16 if precision is Precision.BF16 else torch.float32
     workload = trace_workload(config)
     model = empty_model(config, dtype=dtype)
+    install_kernels(model, kernels)
     units = find_units(model)
     projection = output_projection(model)
     repeat = _Repetition(repetitions, device, parts=2 if projection is None else 3, on_progress=on_progress)
@@ -88,14 +86,15 @@ def measure_block(
         head_passes = repeat(_HeadPasses(before, projection, hidden).time_passes)
     return BlockTimes(
         workload_digest=workload.digest,
-        kernels=kernels,
+        kernels=str(kernels),
         precision=precision.value,
         rows=rows,
         sequence_length=length,
         forward_seconds=_measured([forward for forward, _ in passes]),
         backward_seconds=_measured([backward for _, backward in passes]),
         operator_seconds={
-            operator.label: statistics.median(seconds[operator.label] for seconds in operators) for operator in workload.operators
+            operator.label: statistics.median(seconds[operator.label] for seconds in operators)
+            for operator in workload.operators_of(kernels)
         },
         head_seconds=_measured(head_passes) if head_passes else None,
     )

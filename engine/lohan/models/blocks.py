@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lohan.config import UnitGrain
+from lohan.config import KernelSet, UnitGrain
 from lohan.errors import ModelError
 from lohan.planning.workload import UnitKind
 
@@ -232,7 +232,8 @@ def trace_workload(config: Any) -> Workload:
         tied_embeddings=any(len(entry.names) > 1 for entry in units[0].parameters),
         block_saved_elements_per_token=saved_elements_per_token(module, text.hidden_size, rotary),
         modules=_trace_modules(model, module, text.hidden_size, rotary),
-        operators=_trace_operators(module, text.hidden_size, rotary),
+        operators=(operators := _trace_operators(module, text.hidden_size, rotary)),
+        fused_operators=fused if (fused := _trace_fused_operators(module, text.hidden_size, rotary)) != operators else (),
         head_flops_per_token=_head_flops_per_token(model),
     )
 
@@ -256,6 +257,17 @@ def _trace_operators(block: nn.Module, hidden_size: int, rotary: nn.Module | Non
         return trace_operators(block, hidden_size, rotary)
     except ModelError:
         return ()
+
+
+def _trace_fused_operators(block: nn.Module, hidden_size: int, rotary: nn.Module | None) -> tuple[OperatorWorkload, ...]:
+    """The same of the block with fused operators, which all kernel sets but torch's have."""
+    from lohan.models.kernels import install_kernels
+
+    installed = install_kernels(block, KernelSet.COMPILED)
+    try:
+        return _trace_operators(block, hidden_size, rotary)
+    finally:
+        installed.remove()
 
 
 def output_projection(model: nn.Module) -> nn.Linear | None:

@@ -58,6 +58,8 @@ class Plan(BaseModel):
     batch_size: int
     micro_batch_size: int
     sequence_length: int
+    kernels: str = "auto"
+    """The kernel set, by `lohan.config.KernelSet`'s values; `auto` leaves it to the run, which looks at its device."""
     grain: str = "block"
     """What a block moves as: `block` (whole) or `module`."""
     slots: int

@@ -12,6 +12,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
+from lohan.config import KernelSet
+
 WORKLOAD_VERSION = 1
 
 
@@ -119,8 +121,10 @@ class Workload(BaseModel):
     """None where the blocks cannot be cut, and in workloads that were traced before they could."""
 
     operators: tuple[OperatorWorkload, ...] = ()
-    """Of one block, in the order of its forward; none in workloads that were traced before they were counted, or whose block cannot be
-    traced by itself."""
+    """Of one block as the model has it, in the order of its forward; none in workloads that were traced before they were counted, or whose
+    block cannot be traced by itself."""
+    fused_operators: tuple[OperatorWorkload, ...] = ()
+    """The same with the fused operators of the other kernel sets; none where those change nothing."""
     head_flops_per_token: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Of the output projection's forward."""
 
@@ -132,6 +136,10 @@ class Workload(BaseModel):
     def blocks(self) -> int:
         """How many blocks the model has."""
         return sum(unit.kind is UnitKind.BLOCK for unit in self.units)
+
+    def operators_of(self, kernels: str) -> tuple[OperatorWorkload, ...]:
+        """Of one block that computes with this kernel set."""
+        return self.operators if kernels == KernelSet.TORCH else self.fused_operators or self.operators
 
     def block_forward_flops(self, rows: int, length: int) -> float:
         """Of one block's forward; 0 where its operators are unknown, as in the two below."""

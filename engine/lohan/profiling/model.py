@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.config import Precision
+from lohan.config import KernelSet, Precision
 from lohan.errors import ConfigError
 from lohan.hardware.probe import probe
 from lohan.hardware.profile_files import with_blocks
-from lohan.models.block_times import TORCH_KERNELS, measure_block
+from lohan.models.block_times import measure_block
 from lohan.models.blocks import trace_workload
 from lohan.planning.workload import UnitKind
 from lohan.profiling.progress import Meter, OnProgress
@@ -36,7 +36,7 @@ def measure_model(
     length: int,
     precision: Precision,
     device: torch.device,
-    kernels: str = TORCH_KERNELS,
+    kernels: KernelSet = KernelSet.TORCH,
     repetitions: int = REPETITIONS,
     most_seconds: float | None = None,
     on_progress: OnProgress | None = None,

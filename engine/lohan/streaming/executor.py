@@ -13,9 +13,21 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import nn
 
-from lohan.config import Clip, ClipUpdate, Durability, GradientBuffers, Precision, States, UnitGrain, UnsafeFilesystems, UpdateSchedule
+from lohan.config import (
+    Clip,
+    ClipUpdate,
+    Durability,
+    GradientBuffers,
+    KernelSet,
+    Precision,
+    States,
+    UnitGrain,
+    UnsafeFilesystems,
+    UpdateSchedule,
+)
 from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import find_units
+from lohan.models.kernels import InstalledKernels, install_kernels, resolve_kernels
 from lohan.planning.operations import expected_order
 from lohan.planning.retention import Retention
 from lohan.planning.slots import WORKING_SLOTS, size_slots
@@ -54,8 +66,16 @@ class Session:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], runtimes: Sequence[UnitRuntime], stages: Stages, runner: RegionRunner, limits: Limits
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        runtimes: Sequence[UnitRuntime],
+        stages: Stages,
+        runner: RegionRunner,
+        limits: Limits,
+        kernels: InstalledKernels,
     ) -> None:
+        self.kernels = kernels
         self._model, self._found, self._units, self._stages, self._runner, self._limits = model, units, runtimes, stages, runner, limits
         self._driver = runner.driver
         self.device = stages.device
@@ -254,6 +274,7 @@ class Session:
         """Finish the updates under way, end all threads and close the files. The model holds no weights and refuses to run."""
         self._finalizer()
         self._driver.close()
+        self.kernels.remove()
         for config, value in self._use_cache:
             config.use_cache = value
 
@@ -283,6 +304,7 @@ def init(
     grain: UnitGrain | str = UnitGrain.AUTO,
     device: str = "auto",
     precision: Precision = Precision.BF16,
+    kernels: KernelSet | str = KernelSet.AUTO,
     states: States = States.AUTO,
     schedule: UpdateSchedule | str = UpdateSchedule.OPTIMIZED,
     clip: Clip | str = Clip.NONE,
@@ -320,6 +342,8 @@ def init(
         grain: block moves blocks whole, module attention and MLP one by one, where blocks are too large; auto takes the plan's, else block.
         device: auto, cpu, cuda, cuda:N or a GPU's UUID.
         precision: bf16 computes in bf16 with fp32 master weights; fp32 computes in fp32.
+        kernels: what computes norms, gated activations and rotary positions: torch, liger, compiled, or auto, which takes the plan's, else
+            compiled where a GPU can compile, else torch. The same set gives the same bits again, another one others.
         states: moments in fp32, or in 8 bits.
         schedule: when updates run: serial, naive or optimized; the results are the same. serial keeps all gradients in host memory.
         clip: none, per_unit, or global, which is torch.nn.utils.clip_grad_norm_ and keeps all gradients in host memory.
@@ -346,7 +370,7 @@ def init(
         trace: records some of the steps.
 
     Raises:
-        ConfigError: a number is out of range, or there is no such device.
+        ConfigError: a number is out of range, there is no such device, or the kernel set cannot run on it.
         EngineError: model or optimizer are in a state the engine cannot honour.
         ModelError: no blocks were found, or `weights` do not fit.
         CapacityError: the state directories cannot hold the states, or host memory what moves through it.
@@ -357,6 +381,7 @@ def init(
     micro_batch_size, slots, kept_units = _choose(micro_batch_size, slots, kept_units, batch_size, plan)
     rules = _choose_rules(schedule, clip, max_gradient_norm, clip_updates, gradient_buffers, plan)
     torch_device = resolve_device(device)
+    kernels = resolve_kernels(_choose_kernels(_member(KernelSet, kernels, "kernels"), plan), torch_device)
     grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
     units = find_units(model, grain)
     installation.check_model(model, units)
@@ -387,7 +412,7 @@ def init(
         trace=trace,
     )
     installation.replace_parameters(model, runtimes, working_dtype(precision), torch_device)
-    return _install(model, optimizer, units, runtimes, stages, limits)
+    return _install(model, optimizer, units, runtimes, stages, limits, install_kernels(model, kernels))
 
 
 def _install(
@@ -397,13 +422,14 @@ def _install(
     runtimes: Sequence[UnitRuntime],
     stages: Stages,
     limits: Limits,
+    kernels: InstalledKernels,
 ) -> Session:
     """Let the model compute through the stages and the optimizer belong to them."""
     driver = StepDriver(runtimes, optimizer, stages)
     runner = RegionRunner(
         stages.stream, driver, device=stages.device, micro_batch_size=limits.micro_batch_size, kept=stages.kept, trace=stages.trace
     )
-    session = Session(model, units, runtimes, stages, runner, limits)
+    session = Session(model, units, runtimes, stages, runner, limits, kernels)
     stages.kept.attach({index: unit.modules[0][1] for index, unit in enumerate(units) if unit.kind is UnitKind.BLOCK})
     installation.wrap(model, units, runtimes, runner, (limits.batch_size, limits.sequence_length), session.count_fallback)
     installation.take_over(optimizer, driver.check)
@@ -434,6 +460,11 @@ def _choose_retention(retention: Retention | None, plan: Plan | None) -> Retenti
     if retention is not None:
         return retention
     return plan.retention if plan is not None else Retention()
+
+
+def _choose_kernels(kernels: KernelSet, plan: Plan | None) -> KernelSet:
+    """What was asked for, else the plan's, which may leave it open."""
+    return kernels if kernels is not KernelSet.AUTO or plan is None else KernelSet(plan.kernels)
 
 
 def _choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:
