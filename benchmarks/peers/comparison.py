@@ -199,7 +199,7 @@ def _measure(group: _Group, hardware: HardwareFacts, watcher: Watcher) -> list[R
             for measurement in everyone if turn % 2 == 0 else reversed(everyone):
                 if not measurement.failure:
                     run_in_turns([measurement], start, warmup=options.warmup, steps=options.steps, watcher=watcher)
-    peaks = {result["micro_batch"]: result["block_peak_tflops"] for result in group.ours.results}
+    peaks = {(result["micro_batch"], result["kernels"]): result["block_peak_tflops"] for result in group.ours.results}
     ours = step.step_record(options, group.ours, peaks, mixed=None, in_turns=in_turns)
     ours["compared_with"] = " ".join(str(other.task.system) for other in group.peers)
     return [ours, *(_record(peer, ours, in_turns=in_turns) for peer in group.peers)]

@@ -208,6 +208,10 @@ class EngineSection(_Section):
     """`auto` takes the first GPU, or the CPU where there is none; GPU UUIDs are accepted."""
     micro_batch_size: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Rows of the batch that run through a block at once; None lets the plan choose."""
+    kernels: KernelSet = KernelSet.AUTO
+    """What computes norms, gated activations and rotary positions: `torch` the model's own code, `liger` or `compiled` fused kernels, on a
+    GPU. `auto` takes the fastest that `lohan profile` measured, else `compiled` on a GPU that can compile, and `torch` otherwise. The same
+    set gives the same bits again, another one others."""
     grain: UnitGrain = UnitGrain.AUTO
     """`block` moves transformer blocks whole, `module` attention and MLP one by one, for blocks that are too large for the GPU; `auto`
     takes modules where blocks do not fit. A run is resumed with the grain it began with."""

@@ -21,7 +21,7 @@ from lohan.bench.step_model import make_config
 from lohan.bench.step_options import StatesTier
 from lohan.bench.step_plans import make_task
 from lohan.bench.step_shapes import SHAPES, ShapeName, step_flops
-from lohan.config import UpdateSchedule
+from lohan.config import KernelSet, UpdateSchedule
 from lohan.hardware.probe import probe
 from lohan.models.blocks import find_units, trace_workload
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
@@ -64,7 +64,7 @@ def test_files_durability_and_clipping_make_a_complete_document(tmp_path, monkey
     arguments = ["--shape", "tiny", "--batch", "2", "--sequence", "16", "--precision", "bf16", "--states", "8bit", "--device", "cpu"]
     arguments += ["--schedule", "optimized", "--states-tier", "ram", "--directory", str(tmp_path), "--durability", "step"]
     arguments += ["--clip", "global", "--max-norm", "0.001", "--micro-batch", "1", "--steps", "2", "--json", "--output", str(output)]
-    arguments += ["--trace", str(tmp_path / "trace.json")]
+    arguments += ["--trace", str(tmp_path / "trace.json"), "--kernels", "torch"]
     command = [sys.executable, "-m", "lohan.cli", "bench", "step", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
@@ -90,7 +90,7 @@ def test_files_durability_and_clipping_make_a_complete_document(tmp_path, monkey
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert child_folders(tmp_path) == []
     assert str(tmp_path) not in done.stdout
-    assert "optimized, step 2" in done.stderr
+    assert "optimized torch, step 2" in done.stderr
 
 
 @pytest.mark.timeout(600)
@@ -98,10 +98,11 @@ def test_files_durability_and_clipping_make_a_complete_document(tmp_path, monkey
 def test_bytes_and_seconds_of_a_record_agree_with_the_layout(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(step, "mixed_bytes_per_second", lambda _: 5e9)
-    options = step_options(tmp_path, tiers=(StatesTier.DISK,), schedules=(SERIAL,), steps=3)
+    options = step_options(tmp_path, tiers=(StatesTier.DISK,), schedules=(SERIAL,), steps=3, kernels=(KernelSet.COMPILED,))
     notes = Notes()
     (record,) = step.run(options, notes)
     assert "skipped" not in record, record
+    assert record["kernels"] == "compiled"
     elements = padded_elements()
     assert record["bytes_written_per_step"] == 12 * elements
     assert 12 * elements < record["bytes_read_per_step"] <= (12 + 2 * 4) * elements

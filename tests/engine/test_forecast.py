@@ -38,12 +38,12 @@ def seconds_of(operator: OperatorWorkload, rows: int) -> float:
     return max(traffic, operator.flops.at(rows, LENGTH) / GPU_FLOPS if operator.group is not OperatorGroup.OTHER else 0.0)
 
 
-def block(rows: int) -> BlockTimes:
-    operators = {operator.label: seconds_of(operator, rows) for operator in workload().operators}
+def block(rows: int, kernels: str = "torch") -> BlockTimes:
+    operators = {operator.label: seconds_of(operator, rows) for operator in workload().operators_of(kernels)}
     forward = sum(operators.values())
     return BlockTimes(
         workload_digest=workload().digest,
-        kernels="torch",
+        kernels=kernels,
         precision="bf16",
         rows=rows,
         sequence_length=LENGTH,
@@ -196,6 +196,31 @@ def test_without_figures_the_plan_is_as_before_and_says_so():
     no_drives = profile(ssd_read=None, ssd_write=None, ssd_mixed=None)
     result = plan_of(workload(), hardware=machine(), batch_size=32, sequence_length=LENGTH, profile=no_drives)
     assert any("no rate for reads from drives" in note for note in result.notes)
+
+
+def with_kernels(*sets: str) -> HardwareProfile:
+    """As measured with these sets; fused operators read and write less."""
+    return profile().model_copy(update={"blocks": tuple(block(rows, kernels) for kernels in sets for rows in (1, 2, 4, 8))})
+
+
+def test_the_fastest_measured_kernels_are_taken():
+    plain, both = plan(rates=with_kernels("torch")), plan(rates=with_kernels("torch", "compiled"))
+    assert (plain.kernels, both.kernels) == ("torch", "compiled")
+    assert both.forecast.step_seconds < plain.forecast.step_seconds
+    fused = {operator.label for operator in workload().fused_operators}
+    for result in (plan(rates=with_kernels("compiled", "torch"), micro_batch_size=8, policy="keep-all"), both):
+        assert result.kernels == "compiled"
+        assert {operator.label for operator in result.retention.operators} <= fused
+    asked = plan(rates=with_kernels("torch", "compiled"), kernels="torch")
+    assert (asked.kernels, asked.forecast) == ("torch", plain.forecast)
+    assert asked.retention == plain.retention
+
+
+def test_kernels_that_were_not_measured_have_no_forecast():
+    result = plan(rates=with_kernels("torch"), kernels="liger")
+    assert (result.kernels, result.forecast) == ("liger", None)
+    assert "This model was not measured here with liger kernels: there is no forecast of the time." in " ".join(result.notes)
+    assert plan_of(workload(), hardware=machine(), batch_size=32, sequence_length=LENGTH).kernels == "auto"
 
 
 def test_a_plan_with_a_forecast_is_json_and_comes_back():

@@ -221,15 +221,30 @@ def test_the_table_shows_figures_with_their_spread(capsys):
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[dict]:
+def measured_kernels() -> list[str]:
+    """The kernel set of each call of `asked`."""
+    return []
+
+
+@pytest.fixture
+def asked(monkeypatch, measured_kernels) -> list[dict]:
     """What was asked for of models' blocks; the times are made up."""
     calls: list[dict] = []
 
-    def measure_model(profile: HardwareProfile, config, *, rows_list, length, precision, repetitions, most_seconds, **_) -> HardwareProfile:
+    def measure_model(
+        profile: HardwareProfile, config, *, rows_list, length, precision, kernels, repetitions, most_seconds, **_
+    ) -> HardwareProfile:
+        measured_kernels.append(kernels)
         calls.append({"rows": list(rows_list), "length": length, "precision": str(precision), "limited": most_seconds is not None})
         times = figure(0.01).model_copy(update={"repetitions": repetitions})
         digest = trace_workload(config).digest
-        shape = {"workload_digest": digest, "precision": str(precision), "sequence_length": length, "forward_seconds": times}
+        shape = {
+            "workload_digest": digest,
+            "kernels": str(kernels),
+            "precision": str(precision),
+            "sequence_length": length,
+            "forward_seconds": times,
+        }
         return with_blocks(profile, [block_times(rows=rows, **shape) for rows in rows_list])
 
     monkeypatch.setattr("lohan.profiling.model.measure_model", measure_model)
@@ -272,11 +287,30 @@ def test_a_quick_shape_is_measured_properly_later(tmp_path, model, asked):
         assert (asked.pop()["rows"] if asked else None) == rows
 
 
+@pytest.mark.usefixtures("machine", "asked")
+def test_a_models_block_is_measured_with_each_kernel_set_once(tmp_path, model, measured_kernels):
+    """A CPU has no other kernels than torch's unless they are named."""
+    for arguments, kernels in (
+        ([], ["torch"]),
+        (["--kernels", "compiled", "--kernels", "torch", "--kernels", "compiled"], ["compiled"]),
+        (["--kernels", "auto"], []),
+    ):
+        done = run(tmp_path, model, "--rows", "1", *arguments)
+        assert done.exit_code == 0, done.output
+        assert measured_kernels == kernels
+        measured_kernels.clear()
+    assert "compiled" in done.stdout
+    kept = load_profile(tmp_path / "profiles", cpu_facts(tmp_path))
+    assert kept is not None and [block.kernels for block in kept.blocks] == ["torch", "compiled"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
         (["--rows", "2"], "--rows: ", ExitCode.BAD_CONFIG),
         (["--precision", "fp32"], "--precision: ", ExitCode.BAD_CONFIG),
+        (["--kernels", "torch"], "--kernels: ", ExitCode.BAD_CONFIG),
+        (["MODEL", "--kernels", "liger"], "Liger's kernels need a GPU", ExitCode.BAD_CONFIG),
         (["MODEL", "--rows", "two"], "--rows: ", ExitCode.BAD_CONFIG),
         (["MODEL", "--rows", "1,,2"], "--rows: ", ExitCode.BAD_CONFIG),
         (["MODEL", "--rows", "0"], "--rows: ", ExitCode.BAD_CONFIG),

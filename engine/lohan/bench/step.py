@@ -24,13 +24,12 @@ from lohan.bench.step_plans import grouped, make_task, waves
 from lohan.bench.step_shapes import SHAPES, step_flops
 from lohan.bench.step_shared import Seat, SharedChild
 from lohan.bench.turns import Measurement, run_in_turns
-from lohan.config import ActivationPolicy
+from lohan.config import ActivationPolicy, KernelSet
 from lohan.errors import LohanError
 from lohan.hardware.probe import HardwareFacts, probe
 from lohan.planning.kept_footprint import KEPT
 from lohan.planning.tiers import Tier
 
-KERNELS: Final = "eager"
 SYSTEM: Final = "lohan"
 
 
@@ -92,9 +91,10 @@ class _Comparison:
         rate = median(mixed) if mixed else None
         in_turns = {id(measurement) for wave in self._waves for measurement in _of(wave) if len(_of(wave)) > 1}
         # Every child measured the same block: the least disturbed of them counts.
-        peaks: dict[int, float] = {}
+        peaks: dict[tuple[int, str], float] = {}
         for result in itertools.chain.from_iterable(measurement.results for measurement in self._all):
-            peaks[result["micro_batch"]] = max(result["block_peak_tflops"], peaks.get(result["micro_batch"], 0.0))
+            block = (result["micro_batch"], result["kernels"])
+            peaks[block] = max(result["block_peak_tflops"], peaks.get(block, 0.0))
         return [
             step_record(self._options, measurement, peaks, mixed=rate, in_turns=id(measurement) in in_turns) for measurement in self._all
         ]
@@ -155,7 +155,7 @@ def _settings(options: StepOptions, setting: StepSetting) -> Record:
         "states_tier": str(setting.tier),
         "durability": str(options.durability),
         "clip": str(options.clip),
-        "kernels": KERNELS,
+        "kernels": _kernels(setting.kernels),
         "device": options.device,
         "gpu_cap_bytes": options.gpu_cap_bytes,
         "host_cap_bytes": options.host_cap_bytes,
@@ -165,23 +165,30 @@ def _settings(options: StepOptions, setting: StepSetting) -> Record:
     }
 
 
+def _kernels(kernels: str) -> str:
+    """As records of all systems call it."""
+    return "eager" if kernels == KernelSet.TORCH else str(kernels)
+
+
 def _skipped(options: StepOptions, setting: StepSetting, reason: str) -> Record:
     return {**_settings(options, setting), "skipped": reason}
 
 
 def step_record(
-    options: StepOptions, measurement: Measurement, block_peaks: dict[int, float], *, mixed: float | None, in_turns: bool
+    options: StepOptions, measurement: Measurement, block_peaks: dict[tuple[int, str], float], *, mixed: float | None, in_turns: bool
 ) -> Record:
     """One setting's record: its medians and peaks, or why there are none.
 
     Args:
-        block_peaks: TFLOPS of one block by itself, by micro-batch.
+        block_peaks: TFLOPS of one block by itself, by micro-batch and kernel set.
         mixed: bytes a second of its directories, if measured.
         in_turns: whether its steps took turns with others'.
     """
     task = measurement.task
     engine, plan = task.engine, task.plan
-    setting = StepSetting(engine.schedule, task.training.batch_size, task.tier, engine.policy, engine.swapped_activation_bytes)
+    setting = StepSetting(
+        engine.schedule, task.training.batch_size, task.tier, engine.policy, engine.swapped_activation_bytes, engine.kernels
+    )
     if measurement.failure:
         return _skipped(options, setting, measurement.failure)
     results, steps = measurement.results, measurement.steps
@@ -189,7 +196,7 @@ def step_record(
     step_seconds = median(seconds)
     read, written = (int(median([result[name] for result in results])) for name in ("bytes_read", "bytes_written"))
     tflops = step_flops(SHAPES[options.shape], setting.batch, options.sequence) / step_seconds / 1e12
-    block_peak = block_peaks[results[0]["micro_batch"]]
+    block_peak = block_peaks[results[0]["micro_batch"], results[0]["kernels"]]
     on_gpu = bool(plan.tier(Tier.GPU).items)
 
     def peak(name: str) -> int | None:
@@ -198,6 +205,7 @@ def step_record(
     return {
         **_settings(options, setting),
         "micro_batch": results[0]["micro_batch"],
+        "kernels": _kernels(results[0]["kernels"]),
         "device": "gpu" if on_gpu else "cpu",
         "clip_rate": median([result["clip_rate"] for result in results]),
         "step_seconds": step_seconds,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from lohan.config import KernelSet
+from lohan.models.kernels import install_kernels
 from lohan.models.weights import WeightSource
 
 if TYPE_CHECKING:
@@ -76,12 +78,22 @@ class PooledWeights(WeightSource):
         self._values = torch.empty(0, dtype=self._dtype)
 
 
-def block_seconds(config: Any, rows: int, sequence: int, *, device: torch.device, dtype: torch.dtype, least_seconds: float = 1.0) -> float:
+def block_seconds(
+    config: Any,
+    rows: int,
+    sequence: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: KernelSet = KernelSet.TORCH,
+    least_seconds: float = 1.0,
+) -> float:
     """Seconds of one block's forward and backward with weights and activations on the device and nothing recomputed: the median.
 
     As many passes as `least_seconds` hold, at least five; two more go before.
     """
     block, rotary = _one_block(config, device, dtype)
+    install_kernels(block, kernels)
     hidden = torch.randn(rows, sequence, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
     positions = rotary(hidden, torch.arange(sequence, device=device)[None])
     gradient = torch.randn_like(hidden)

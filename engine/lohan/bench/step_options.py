@@ -17,6 +17,7 @@ from lohan.config import (
     Durability,
     EngineSection,
     GradientBuffers,
+    KernelSet,
     Precision,
     States,
     TrainingSection,
@@ -119,6 +120,7 @@ class StepTask(BaseModel):
         parts = [str(self.shape_name), str(self.tier), f"batch {self.training.batch_size}", str(self.engine.schedule)]
         parts += [self.plan.policy] if self.plan.forecast is not None else []
         parts += [f"swapping {format_bytes(swapped)}"] if swapped is not None else []
+        parts += [str(self.engine.kernels)] if self.engine.kernels is not KernelSet.AUTO else []
         return " ".join(parts)
 
 
@@ -132,6 +134,7 @@ class StepSetting:
     policy: ActivationPolicy = ActivationPolicy.HOLISTIC
     swapped_bytes: int | None = None
     """Of activations, that leave the device whatever the plan would choose."""
+    kernels: KernelSet = KernelSet.AUTO
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ class StepOptions:
     activation_ram_bytes: int | None = None
     """Host memory for activations at most."""
     gradient_buffers: GradientBuffers = GradientBuffers.AUTO
+    kernels: tuple[KernelSet, ...] = (KernelSet.AUTO,)
     steps: int = DEFAULT_STEPS
     warmup: int = DEFAULT_WARMUP
     rounds: int = 1
@@ -227,8 +231,8 @@ class StepOptions:
         """All of them; those of one tier and batch follow each other. Amounts are forced upon the policy `holistic` only."""
         decisions = [(policy, None) for policy in self.policies if policy is not ActivationPolicy.HOLISTIC]
         forced = [(ActivationPolicy.HOLISTIC, swapped) for swapped in self.swapped_bytes if ActivationPolicy.HOLISTIC in self.policies]
-        product = itertools.product(self.tiers, self.batches, self.schedules, [*forced, *decisions])
-        return [StepSetting(schedule, batch, tier, *decision) for tier, batch, schedule, decision in product]
+        product = itertools.product(self.tiers, self.batches, self.schedules, [*forced, *decisions], self.kernels)
+        return [StepSetting(schedule, batch, tier, *decision, kernels) for tier, batch, schedule, decision, kernels in product]
 
     @property
     def state_kind(self) -> StateKind:
@@ -247,6 +251,7 @@ class StepOptions:
         parts = [self.trace.stem, setting.tier, setting.batch, setting.schedule]
         parts += [setting.policy] if len(self.policies) > 1 else []
         parts += [setting.swapped_bytes] if setting.swapped_bytes is not None else []
+        parts += [setting.kernels] if len(self.kernels) > 1 else []
         return self.trace.with_stem("-".join(map(str, parts)))
 
     @property
@@ -299,6 +304,7 @@ class StepOptions:
                 swapped_activation_bytes=setting.swapped_bytes,
                 activation_ram_bytes=self.activation_ram_bytes,
                 gradient_buffers=self.gradient_buffers,
+                kernels=setting.kernels,
             )
         except ValidationError as error:
             raise _named(error, {"device": "--device", "micro_batch_size": "--micro-batch"}) from error

@@ -169,16 +169,22 @@ class StepRun:
         on_gpu = self._device.type == "cuda"
         self._resources.close()
         peaks = {rows: self._block_peak(rows) for rows in sorted({choice.micro_batch_size for choice in self._choices})}
+        kernels = str(self._session.kernels.kernels)
         results = [
-            {**account.result(self._context_bytes, on_gpu=on_gpu), "micro_batch": rows, "block_peak_tflops": peaks[rows]}
+            {
+                **account.result(self._context_bytes, on_gpu=on_gpu),
+                "micro_batch": rows,
+                "kernels": kernels,
+                "block_peak_tflops": peaks[rows],
+            }
             for account, rows in zip(self._accounts, (choice.micro_batch_size for choice in self._choices), strict=True)
         ]
         return results[0] if len(results) == 1 else {"choices": results}
 
     def _block_peak(self, rows: int) -> float:
-        """TFLOPS of one block by itself, with so many rows."""
-        length = self._task.training.sequence_length
-        seconds = block_seconds(self._config, rows, length, device=self._device, dtype=self._dtype)
+        """TFLOPS of one block by itself, with so many rows and the kernels in use."""
+        length, kernels = self._task.training.sequence_length, self._session.kernels.kernels
+        seconds = block_seconds(self._config, rows, length, device=self._device, dtype=self._dtype, kernels=kernels)
         return TRAINING_TO_FORWARD * block_forward_flops(self._task.shape, rows, length) / seconds / 1e12
 
     def _look_at_gpu(self) -> None:

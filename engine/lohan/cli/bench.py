@@ -12,7 +12,7 @@ import typer
 from lohan.bench.step_options import DEFAULT_STEPS, DEFAULT_WARMUP, SETTING_FIELDS, StateKind, StatesTier, StepOptions
 from lohan.bench.step_shapes import ShapeName
 from lohan.cli.measuring import errors_in_words, terminated_in_order
-from lohan.config import ActivationPolicy, Clip, Durability, GradientBuffers, Precision, UpdateSchedule
+from lohan.config import ActivationPolicy, Clip, Durability, GradientBuffers, KernelSet, Precision, UpdateSchedule
 from lohan.errors import ConfigError
 from lohan.hardware.transfers import Engine, Operation
 from lohan.training.tracing import check_writable
@@ -126,6 +126,7 @@ def step(
     swap: Swaps = None,
     activation_ram: Annotated[str | None, typer.Option(metavar="BYTES", help="Of host memory, for activations. Unset: all.")] = None,
     gradient_buffers: Annotated[GradientBuffers, typer.Option(help="Host memory for gradients that wait.")] = GradientBuffers.AUTO,
+    kernels: Annotated[list[KernelSet] | None, typer.Option(help="What computes the blocks; may be repeated. Unset: auto.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a setting in a round.")] = DEFAULT_STEPS,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = DEFAULT_WARMUP,
     rounds: Annotated[int, typer.Option(min=1, help="How often settings that do not fit together are set up.")] = 1,
@@ -161,6 +162,7 @@ def step(
             swapped_bytes=tuple(dict.fromkeys(_bytes(size, "--swap") for size in swap)) if swap else (None,),
             activation_ram_bytes=None if activation_ram is None else _bytes(activation_ram, "--activation-ram"),
             gradient_buffers=gradient_buffers,
+            kernels=tuple(dict.fromkeys(kernels or [KernelSet.AUTO])),
             steps=steps,
             warmup=warmup,
             rounds=rounds,

@@ -53,6 +53,7 @@ class _Model:
     """Whether shapes that take long are left out: nobody asked for them."""
     sequence_length: int
     precision: Precision
+    kernels: tuple[KernelSet, ...]
 
 
 def profile(
@@ -68,6 +69,10 @@ def profile(
     precision: Annotated[
         Precision | None, typer.Option(help="Of MODEL's block. Unset: bf16, or fp32 on a CPU without bf16 instructions.")
     ] = None,
+    kernels: Annotated[
+        list[KernelSet] | None,
+        typer.Option(help="What computes MODEL's norms, activations and rotary positions; may be repeated. Unset: all."),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or a GPU's UUID.")] = "auto",
     profiles: ProfileFolder = None,
     again: Annotated[bool, typer.Option("--again", help="Measure what was measured before, too.")] = False,
@@ -81,11 +86,11 @@ def profile(
     with errors_in_words():
         failure: StorageError | None = None
         with terminated_in_order(), stdout_kept_clean(), shown_progress() as on_progress:
-            if model is None and (rows is not None or precision is not None):
-                option = "--rows" if rows is not None else "--precision"
+            if model is None and (rows is not None or precision is not None or kernels):
+                option = "--rows" if rows is not None else "--precision" if precision is not None else "--kernels"
                 raise ConfigError("it is of a model's block, and there is no MODEL", place=option, remedy="Name a model folder.")
             request = _request(directory, device, profiles, again=again, quick=quick)
-            wanted = None if model is None else _model(model, request, rows, sequence, precision)
+            wanted = None if model is None else _model(model, request, rows, sequence, precision, kernels)
             result, is_new = _machine(request, on_progress)
             if is_new:
                 failure = _save(request.folder, result)
@@ -180,16 +185,19 @@ def _machine(request: _Request, on_progress: OnProgress) -> tuple[HardwareProfil
     return with_blocks(measured, earlier.blocks if earlier is not None else ()), True
 
 
-def _model(path: Path, request: _Request, rows: str | None, sequence: int, precision: Precision | None) -> _Model:
+def _model(
+    path: Path, request: _Request, rows: str | None, sequence: int, precision: Precision | None, kernels: list[KernelSet] | None
+) -> _Model:
     """Check what was asked for of a model, and look at it.
 
     Raises:
-        ConfigError: rows that are no numbers, or longer than the model's context.
+        ConfigError: rows that are no numbers, or longer than the model's context, or kernels that cannot run on the device.
         ModelError: the model cannot be used.
     """
     import torch
 
     from lohan.models.blocks import trace_workload
+    from lohan.models.kernels import resolve_kernels, usable_kernels
     from lohan.models.load import load_config
     from lohan.profiling.machine import working_type
 
@@ -211,6 +219,9 @@ def _model(path: Path, request: _Request, rows: str | None, sequence: int, preci
         may_be_left_out=rows is None,
         sequence_length=sequence,
         precision=precision or own,
+        kernels=tuple(dict.fromkeys(resolve_kernels(one, request.device) for one in kernels))
+        if kernels
+        else usable_kernels(request.device),
     )
 
 
@@ -224,34 +235,38 @@ def _parse_rows(text: str) -> tuple[int, ...]:
 
 
 def _with_model(request: _Request, model: _Model, machine: HardwareProfile, on_progress: OnProgress) -> HardwareProfile:
-    """The profile with the model's block in the shapes that were asked for; the same one where they are in it already."""
+    """The profile with the model's block in the shapes and with the kernels that were asked for; the same one where it has them already."""
     from lohan.hardware.profile_files import find_block
     from lohan.profiling.model import REPETITIONS, measure_model
 
     repetitions = 1 if request.quick else REPETITIONS
-    find = partial(
-        find_block,
-        machine,
-        workload_digest=model.digest,
-        kernels=KernelSet.TORCH,
-        precision=model.precision.value,
-        sequence_length=model.sequence_length,
-    )
-    known = {rows: find(rows=rows) for rows in model.rows}
-    missing = [rows for rows, block in known.items() if request.again or block is None or block.forward_seconds.repetitions < repetitions]
-    if not missing:
-        return machine
-    return measure_model(
-        machine,
-        model.config,
-        rows_list=missing,
-        length=model.sequence_length,
-        precision=model.precision,
-        device=request.device,
-        repetitions=repetitions,
-        most_seconds=_MOST_SECONDS if model.may_be_left_out else None,
-        on_progress=on_progress,
-    )
+    for kernels in model.kernels:
+        find = partial(
+            find_block,
+            machine,
+            workload_digest=model.digest,
+            kernels=str(kernels),
+            precision=model.precision.value,
+            sequence_length=model.sequence_length,
+        )
+        known = {rows: find(rows=rows) for rows in model.rows}
+        missing = [
+            rows for rows, block in known.items() if request.again or block is None or block.forward_seconds.repetitions < repetitions
+        ]
+        if missing:
+            machine = measure_model(
+                machine,
+                model.config,
+                rows_list=missing,
+                length=model.sequence_length,
+                precision=model.precision,
+                device=request.device,
+                kernels=kernels,
+                repetitions=repetitions,
+                most_seconds=_MOST_SECONDS if model.may_be_left_out else None,
+                on_progress=on_progress,
+            )
+    return machine
 
 
 def _save(folder: Path, result: HardwareProfile) -> StorageError | None:

@@ -51,7 +51,7 @@ def print_plan(plan: Plan) -> None:
         _print_retention(plan, console)
     written = format_bytes(plan.ssd_bytes_written_per_step)
     traffic = f"SSD traffic: {format_bytes(plan.ssd_bytes_per_step)} a step, {written} of it written."
-    console.print(f"{traffic} Durability: {plan.durability}. Activations: {plan.policy}.", markup=False)
+    console.print(f"{traffic} Durability: {plan.durability}. Activations: {plan.policy}. Kernels: {plan.kernels}.", markup=False)
     for note in plan.notes:
         console.print(note, markup=False)
 

@@ -7,7 +7,6 @@ Between them the time changes little.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from lohan.planning.cost_model import PhaseSeconds, Rates
 from lohan.planning.fit import ROUNDS, Fit, Rooms
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
 from lohan.planning.forecast import Alternative, Forecast, PhaseForecast, SweepForecast
+from lohan.planning.kernel_choice import nearest_times
 from lohan.planning.policies import PolicyFacts, decide
 from lohan.planning.retention_choice import ActivationDecision, ActivationProblem, forced_retention
 from lohan.planning.schedule import Begin
@@ -46,14 +46,8 @@ class Choice:
 
 
 def block_times(profile: HardwareProfile, fit: Fit, micro_batch: int) -> BlockTimes | None:
-    """The measured times of the workload's block that come nearest to these rows and tokens; None where there are none."""
-    digest, precision, length = fit.workload.digest, str(fit.training.precision), fit.training.sequence_length
-    known = [times for times in profile.blocks if (times.workload_digest, times.precision) == (digest, precision)]
-
-    def distance(times: BlockTimes) -> float:
-        return abs(math.log(times.rows / micro_batch)) + abs(math.log(times.sequence_length / length))
-
-    return min(known, key=distance, default=None)
+    """The measured times of the run's block that come nearest to these rows and tokens; None where there are none."""
+    return nearest_times(fit.workload, fit.training, fit.engine.kernels, profile, micro_batch)
 
 
 class Chooser:
@@ -205,7 +199,7 @@ class Chooser:
         found = candidates(fit.workload, times, batch=training.batch_size, length=training.sequence_length, itemsize=fit.sizes.itemsize)
         if fit.gpu is None or training.precision is not Precision.FP32:
             return found
-        attention = {operator.label for operator in fit.workload.operators if operator.group is OperatorGroup.ATTENTION}
+        attention = {operator.label for operator in fit.workload.operators_of(times.kernels) if operator.group is OperatorGroup.ATTENTION}
         return tuple(candidate for candidate in found if candidate.label not in attention)
 
     def _facts(self, forward_seconds: float) -> PolicyFacts:

@@ -149,7 +149,7 @@ class Fit:
         kept = {operator.label for operator in retention.operators}
         outputs = {
             operator.label: [round(operator.output_elements.at(count, length) * itemsize) for count in rows]
-            for operator in self.workload.operators
+            for operator in self.workload.operators_of(self.engine.kernels)
             if operator.label in kept
         }
         return retention_items(retention, outputs, [count * length * self.sizes.hidden * itemsize for count in rows])

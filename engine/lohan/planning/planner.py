@@ -17,6 +17,7 @@ from lohan.config import (
     ActivationPolicy,
     EngineSection,
     GradientBuffers,
+    KernelSet,
     Precision,
     TrainingSection,
     UnitGrain,
@@ -32,6 +33,7 @@ from lohan.planning.filesystems import refusal
 from lohan.planning.fit import Fit, choose_gpu
 from lohan.planning.footprint import Placement, ssd_bytes_read, ssd_bytes_written
 from lohan.planning.forecast import Forecast
+from lohan.planning.kernel_choice import choose_kernels
 from lohan.planning.notes import plan_notes
 from lohan.planning.plan import Plan, TierPlan
 from lohan.planning.retention import Retention
@@ -81,7 +83,8 @@ def make_plan(
             remedy=f"Use at most {workload.context_length}.",
         )
     _check_filesystems(engine, hardware)
-    fit = _choose_grain(Fit(workload, training, engine, hardware, choose_gpu(engine, hardware)))
+    kernels = choose_kernels(workload, training, engine, profile)
+    fit = _choose_grain(Fit(workload, training, engine.model_copy(update={"kernels": kernels}), hardware, choose_gpu(engine, hardware)))
     micro_batch, largest = _choose_micro_batch(fit)
     states = fit.drives()
     if states.used_bytes > states.capacity_bytes:
@@ -110,6 +113,7 @@ def make_plan(
         batch_size=training.batch_size,
         micro_batch_size=micro_batch,
         sequence_length=training.sequence_length,
+        kernels=str(kernels),
         grain=str(fit.grain),
         slots=WORKING_SLOTS,
         kept_units=kept_units,
@@ -249,7 +253,12 @@ def _choose_by_time(fit: Fit, profile: HardwareProfile | None, fitting: int) -> 
     except ConfigError as error:
         return None, None, [f"There is no forecast of the time: {error.message}. {error.remedy or ''}".strip()]
     if choice is None:
-        return None, None, ["This model was not measured here: there is no forecast of the time. `lohan profile MODEL` measures it."]
+        kernels = "" if fit.engine.kernels is KernelSet.AUTO else f" with {fit.engine.kernels} kernels"
+        return (
+            None,
+            None,
+            [f"This model was not measured here{kernels}: there is no forecast of the time. `lohan profile MODEL` measures it."],
+        )
     return choice, forecast(choice, alternatives, profile), []
 
 

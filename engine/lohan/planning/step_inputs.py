@@ -56,7 +56,7 @@ def device_seconds(workload: Workload, times: BlockTimes, *, batch: int, length:
     tokens = batch * length / (times.rows * times.sequence_length)
     head = times.head_seconds.value * tokens if times.head_seconds is not None else 0.0
     measured = sum(times.operator_seconds.values())
-    again = sum(times.operator_seconds.get(operator.label, 0.0) for operator in _operators(workload) if operator.is_recomputed)
+    again = sum(times.operator_seconds.get(operator.label, 0.0) for operator in _operators(workload, times) if operator.is_recomputed)
     block_forward = times.forward_seconds.value * scale * blocks
     return DeviceSeconds(
         forward=block_forward + head / _HEAD_PARTS,
@@ -79,7 +79,7 @@ def candidates(workload: Workload, times: BlockTimes, *, batch: int, length: int
         return ()
     scale = _scale(workload, times, batch, length) * times.forward_seconds.value / measured
     found = []
-    for operator in _operators(workload):
+    for operator in _operators(workload, times):
         size = round(operator.output_elements.at(batch, length) * itemsize)
         seconds = times.operator_seconds.get(operator.label, 0.0) * scale
         if operator.can_be_kept and operator.is_recomputed and size > 0 and seconds > 0:
@@ -87,8 +87,9 @@ def candidates(workload: Workload, times: BlockTimes, *, batch: int, length: int
     return tuple(found)
 
 
-def _operators(workload: Workload) -> tuple[OperatorWorkload, ...]:
-    return tuple({operator.label: operator for operator in workload.operators}.values())
+def _operators(workload: Workload, times: BlockTimes) -> tuple[OperatorWorkload, ...]:
+    """Those that were timed, each once."""
+    return tuple({operator.label: operator for operator in workload.operators_of(times.kernels)}.values())
 
 
 def _check_times(workload: Workload, times: BlockTimes) -> None:

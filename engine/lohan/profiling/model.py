@@ -66,7 +66,7 @@ def measure_model(
     begin = time.monotonic()
     seconds_per_row = _known_seconds_per_row(profile, workload.digest, length, precision, repetitions)
     for rows in rows_list:
-        shape = f"{rows} x {length} tokens"
+        shape = f"{rows} x {length} tokens" + (f" with {kernels}" if kernels is not KernelSet.TORCH else "")
         reason = "" if device.type == "cuda" else _too_large_for_host(workload, rows, length, precision)
         expected = seconds_per_row * rows
         if not reason and expected and most_seconds is not None and time.monotonic() - begin + expected > most_seconds:
