@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -134,6 +135,37 @@ def test_all_of_a_block_that_can_be_fused_is(family):
     model = make(family)
     names = {name.rpartition(".")[2] for name in install_kernels(model, KernelSet.COMPILED).fused}
     assert names == FUSED_MODULES | {"norm"} | ({"q_norm", "k_norm"} if family == "qwen3" else set())
+
+
+class Watching(TorchDispatchMode):
+    """Under a mode torch's compiler runs nothing compiled."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.timeout(300)
+def test_a_compiled_formula_is_compiled_once():
+    """For every number of tokens, with gradients and without, under dispatch modes too; a single token is computed as it is written."""
+    from torch._dynamo.utils import counters
+
+    from lohan.models import kernel_formulas, kernels_compiled
+
+    generator = torch.Generator().manual_seed(0)
+    kernels_compiled._compiled.clear()
+    graphs = counters["stats"]["unique_graphs"]
+    for length in (7, 64, 2, 1):
+        gate, up = (torch.randn(3 if length > 1 else 1, length, 48, generator=generator).requires_grad_() for _ in range(2))
+        found = [kernels_compiled.swiglu(gate, up)]
+        with Watching(), Watching():
+            found.append(kernels_compiled.swiglu(gate.detach(), up))
+        assert torch.equal(*found)
+        expected = kernel_formulas.swiglu(gate, up)
+        # The exponential is off by a few units, and products by half of one.
+        assert ((found[0] - expected).abs() <= 16 * 2**-24 * expected.abs()).all()
+        assert not found[0].requires_grad
+    assert len(kernels_compiled._compiled) == 1
+    assert counters["stats"]["unique_graphs"] == graphs + 1
 
 
 # ---------------------------------------------------------------- what is changed, and what is not

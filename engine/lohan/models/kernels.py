@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -75,7 +76,9 @@ def why_unusable(kernels: KernelSet, device: torch.device) -> str:
         return ""
     try:
         gate = torch.linspace(-4, 4, 256, device=device, dtype=torch.bfloat16).view(_TRIED_SHAPE)
-        fused = OPERATORS.swiglu(gate, gate, str(kernels))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages about their own code, when they are first loaded
+            fused = OPERATORS.swiglu(gate, gate, str(kernels))
     except Exception as error:  # noqa: BLE001 - compilers, their caches and drivers fail in ways of their own
         return f"a trial of it failed: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
     difference = (fused - kernel_formulas.swiglu(gate, gate)).abs().max().item()

@@ -8,6 +8,7 @@ number then shares, whatever sizes a run comes to first; and nothing is chosen b
 from __future__ import annotations
 
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,12 +104,15 @@ def _run(formula: Callable[..., Any], by_token: Sequence[torch.Tensor], *others:
         shared = [value.detach() if isinstance(value, torch.Tensor) else value for value in others]
         if len(given[0]) < _FEWEST_TOKENS:
             return formula(*given, *shared)
-        key = (formula, *(_form(tensor, skip=1) for tensor in given), *map(_form, shared), _dispatch_state())
+        key = (formula, *(_form(tensor, skip=1) for tensor in given), *map(_form, shared), _state())
         function = _compiled.get(key)
         if function is None:
             function = _compiled[key] = _compile(formula)
             # What is compiled is what these ask for: tokens as `mark_dynamic` has it, everything else as in the key.
-            function(*(_mark(tensor.new_zeros(_COMPILED_TOKENS, *tensor.shape[1:])) for tensor in given), *shared)
+            examples = [_mark(tensor.new_zeros(_COMPILED_TOKENS, *tensor.shape[1:])) for tensor in given]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the compiler about its own code
+                function(*examples, *shared)
         return function(*map(_mark, given), *shared)
 
 
@@ -137,7 +141,10 @@ def _form(value: Any, skip: int = 0) -> Any:
     return (value.dtype, value.device, value.shape[skip:], value.stride(), value.is_inference())
 
 
-def _dispatch_state() -> tuple[int, int]:
-    """What torch's compiler asks about besides tensors; it would compile again at whatever size is under way then."""
+def _state() -> tuple[Any, ...]:
+    """What torch's compiler asks about besides tensors; where it differs it would compile again, at whatever size is under way then."""
     included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()  # noqa: SLF001
-    return included.raw_repr(), excluded.raw_repr()
+    dispatch = (included.raw_repr(), excluded.raw_repr())
+    deterministic = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    numbers = (torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision())
+    return (*dispatch, *deterministic, *numbers)
