@@ -46,12 +46,13 @@ def usable_kernels(device: torch.device) -> tuple[KernelSet, ...]:
     return tuple(kernels for kernels in (KernelSet.TORCH, KernelSet.LIGER, KernelSet.COMPILED) if not why_unusable(kernels, device))
 
 
-def resolve_kernels(kernels: KernelSet, device: torch.device) -> KernelSet:
-    """The set to use; `auto` is `compiled` on a GPU that can compile, else `torch`.
+def resolve_kernels(kernels: KernelSet, device: torch.device, planned: str = KernelSet.AUTO) -> KernelSet:
+    """The set to use; `auto` is the planned one, and without a plan `compiled` on a GPU that can compile, else `torch`.
 
     Raises:
-        ConfigError: the set that was asked for cannot run on `device`.
+        ConfigError: the set that was asked for, or planned, cannot run on `device`.
     """
+    kernels = KernelSet(planned) if kernels is KernelSet.AUTO else kernels
     if kernels is KernelSet.AUTO:
         can_compile = device.type == "cuda" and not why_unusable(KernelSet.COMPILED, device)
         return KernelSet.COMPILED if can_compile else KernelSet.TORCH
@@ -80,9 +81,19 @@ def why_unusable(kernels: KernelSet, device: torch.device) -> str:
             warnings.simplefilter("ignore")  # of packages about their own code, when they are first loaded
             fused = OPERATORS.swiglu(gate, gate, str(kernels))
     except Exception as error:  # noqa: BLE001 - compilers, their caches and drivers fail in ways of their own
-        return f"a trial of it failed: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
+        return f"a trial of it failed: {_causes(error)}"
     difference = (fused - kernel_formulas.swiglu(gate, gate)).abs().max().item()
     return "" if difference <= _TRIED_TOLERANCE else f"a trial of it was off by {difference}"
+
+
+def _causes(error: BaseException | None) -> str:
+    """What an error and those that led to it say, two lines of each: compilers wrap what went wrong."""
+    said: dict[str, None] = {}
+    while error is not None:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said[": ".join((type(error).__name__, *lines[:2]))] = None
+        error = error.__cause__ or error.__context__
+    return "; from ".join(said)
 
 
 @dataclass(frozen=True, slots=True)

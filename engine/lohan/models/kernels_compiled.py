@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from lohan.models import kernel_formulas as formulas
 
 _EXAMPLE_SIZES = {1: (2048,), 2: (4, 512)}
-"""What the compiler takes for the number of tokens, or of rows and of tokens in each: from it, it chooses in how many parts a sum is cut."""
+"""What the compiler takes for the number of tokens, or of rows and of tokens in each; in how many parts a sum is cut follows from it."""
 _FEWEST_TOKENS = 2
 """The compiler takes a size of 1 for a constant."""
 _MOST_ELEMENTS = 2**31 - 1
@@ -122,8 +122,8 @@ def _function(key: tuple[Any, ...], leading: int, given: Sequence[torch.Tensor],
 def _compile(formula: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled copy of `formula`, which takes whatever has the form of its first arguments.
 
-    What is compiled is looked up by code object: each copy has its own. It is kept from asking whether arguments and torch's state are those
-    it was compiled for: their form is looked at here, and for another state it would compile again, at whatever size is under way then.
+    What is compiled is looked up by code object: each copy has its own. It is kept from asking whether arguments and torch's state are
+    those it was compiled for: the form is looked at here, and for another state it would compile again, at whatever size is under way.
     """
     from torch._inductor import config
 

@@ -381,7 +381,7 @@ def init(
     micro_batch_size, slots, kept_units = _choose(micro_batch_size, slots, kept_units, batch_size, plan)
     rules = _choose_rules(schedule, clip, max_gradient_norm, clip_updates, gradient_buffers, plan)
     torch_device = resolve_device(device)
-    kernels = resolve_kernels(_choose_kernels(_member(KernelSet, kernels, "kernels"), plan), torch_device)
+    kernels = resolve_kernels(_member(KernelSet, kernels, "kernels"), torch_device, plan.kernels if plan is not None else KernelSet.AUTO)
     grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
     units = find_units(model, grain)
     installation.check_model(model, units)
@@ -460,11 +460,6 @@ def _choose_retention(retention: Retention | None, plan: Plan | None) -> Retenti
     if retention is not None:
         return retention
     return plan.retention if plan is not None else Retention()
-
-
-def _choose_kernels(kernels: KernelSet, plan: Plan | None) -> KernelSet:
-    """What was asked for, else the plan's, which may leave it open."""
-    return kernels if kernels is not KernelSet.AUTO or plan is None else KernelSet(plan.kernels)
 
 
 def _choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:
