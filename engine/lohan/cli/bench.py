@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -170,14 +171,8 @@ def step(
         )
         from lohan.bench.step import run
 
-        _bench(
-            "step",
-            lambda watcher: run(options, watcher),
-            as_json=as_json,
-            output=output,
-            directories=options.used_directories,
-            append=append,
-        )
+        measure = partial(run, options)
+        _bench("step", measure, as_json=as_json, output=output, directories=options.used_directories, append=append)
 
 
 def _check_files(output: Path | None, trace: Path | None, *, append: bool) -> None:
