@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import combinations
 from typing import Any
 
@@ -291,3 +292,23 @@ def test_the_workload_has_the_labels_that_a_run_has(family, tmp_path):
 def test_a_label_of_the_other_set_is_refused(tmp_path):
     with pytest.raises(EngineError, match="there is no operator mlp:mul#0"):
         trained(tmp_path, in_tier("gpu", ["mlp:mul#0"]), kernels="compiled")
+
+
+# ---------------------------------------------------------------- the benchmark
+
+
+def test_the_benchmark_compares_all_sets(tmp_path, monkeypatch):
+    """On a CPU: the smallest shape, and no Liger."""
+    from benchmarks import kernels as benchmark
+
+    output = tmp_path / "kernels.json"
+    monkeypatch.setattr("sys.argv", ["kernels", "--tiny", "--output", str(output)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert benchmark.main() == 0
+    content = json.loads(output.read_text())
+    skipped, *records = content["records"]
+    assert (content["name"], skipped["kernels"]) == ("kernels", "liger")
+    assert "need a GPU" in skipped["skipped"]
+    subjects = ("block", "rms_norm", "swiglu", "rotary")
+    assert [(record["what"], record["kernels"]) for record in records] == [(what, kernels) for what in subjects for kernels in BOTH]
+    assert all((record["tflops"] is not None) is (record["what"] == "block") for record in records)
