@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.convergence import __main__ as command
 from benchmarks.chart import Panel, Series, svg, ticks
+from benchmarks.convergence import __main__ as command
 from benchmarks.convergence.data import Corpus, open_corpus
 from benchmarks.convergence.plain import MasterWeightTraining, load_model, slices
 from benchmarks.convergence.runs import FINAL_STEPS, Curve
