@@ -71,6 +71,16 @@ def test_three_falls_change_nothing(tmp_path, tmp_path_factory, references, prec
     assert not list((config.output.directory / "states").rglob("*.bin"))
 
 
+def test_a_run_goes_on_with_other_states_in_ram(tmp_path, tmp_path_factory, references):
+    """A plan that is made anew may find more host memory, or less: where states lie is in no record, and changes no bit."""
+    for step, ram_bytes in ((2, 0), (5, 1 << 19), (8, 1 << 30), (10, 1 << 20)):
+        train_until(make_config(tmp_path, ram_state_bytes=ram_bytes), step)
+    config = make_config(tmp_path)
+    assert train(config) is ExitReason.SUCCEEDED
+    check_equal(config, reference(references, tmp_path_factory, "fp32"))
+    assert [event["resumed_step"] for event in events_of(config, EventType.STARTED)] == [0, 1, 4, 7, 9]
+
+
 def test_a_resumed_run_says_so_and_does_not_read_the_model_again(tmp_path):
     config = make_config(tmp_path)
     train_until(config, 5)

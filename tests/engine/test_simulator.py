@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +26,7 @@ from lohan.planning.operations import (
     expected_order,
     step_operations,
 )
+from lohan.planning.ram_states import chunks_in_ram
 from lohan.planning.schedule import UPDATE_ORDERS, Begin, UpdateOrder
 from lohan.planning.simulator import play
 from lohan.planning.slots import size_slots
@@ -284,16 +285,17 @@ SERVER = Rates(24e9, 24e9, 20e9, 20e9, 10e9, 16e9, 120e9, 3e9, 40e9, 20e9, 0.05)
 """A consumer's machine with a few drives."""
 
 
-def gpt_13b(in_ram: int, durability: Durability, kept: tuple[KeptShape, ...] = ()) -> StepShape:
-    """40 blocks of 315 M parameters between an embedding and a head of 257 M; the first `in_ram` units' states in RAM, and of every block
+def gpt_13b(in_ram: float, durability: Durability, kept: tuple[KeptShape, ...] = ()) -> StepShape:
+    """40 blocks of 315 M parameters between an embedding and a head of 257 M; the part `in_ram` of the states in RAM, and of every block
     the same kept."""
     block, table, largest = 12 * 5120**2, 50257 * 5120, 32 * MEBI
-
-    def unit(number: int, elements: int) -> UnitShape:
-        tier = Tier.RAM if number < in_ram else Tier.SSD
-        return UnitShape(tuple(ChunkShape(min(largest, elements - begin), True, tier) for begin in range(0, elements, largest)))
-
-    units = (unit(0, table), *(unit(number, block) for number in range(1, 41)), unit(41, table))
+    lengths = [[min(largest, elements - begin) for begin in range(0, elements, largest)] for elements in (table, *[block] * 40, table)]
+    sizes = [StateForm.SPLIT.state_bytes(length) for unit in lengths for length in unit]
+    taken = chunks_in_ram(sizes, round(in_ram * sum(sizes)))
+    numbers = count()
+    units = tuple(
+        UnitShape(tuple(ChunkShape(length, True, Tier.RAM if next(numbers) in taken else Tier.SSD) for length in unit)) for unit in lengths
+    )
     visits = (Visit(0, recompute=Recompute.NONE_SAVED), *(Visit(number, REGIONS) for number in range(1, 42)))
     sizes = [sum(chunk.elements for chunk in shape.chunks) for shape in units]
     slots = size_slots(sizes, expected_order(visits, range(42)).backward, working=3, kept=0)
@@ -301,7 +303,9 @@ def gpt_13b(in_ram: int, durability: Durability, kept: tuple[KeptShape, ...] = (
     return StepShape(units, visits, slots, StateForm.SPLIT, durability, kept=of_blocks)
 
 
-def predicted_and_played(shape: StepShape, order: UpdateOrder, rows: int, amounts: Amounts) -> tuple[float, float]:
+def predicted_and_played(
+    shape: StepShape, order: UpdateOrder, rows: int, amounts: Amounts, *, predicted_by: Rates = SERVER
+) -> tuple[float, float]:
     """Seconds of a step by the formulas and by its operations, on a card with 150 TFLOPS."""
     elements = [sum(chunk.elements for chunk in unit.chunks) for unit in shape.units]
     in_ram = sum(chunk.elements for unit in shape.units for chunk in unit.chunks if chunk.tier is Tier.RAM)
@@ -327,20 +331,28 @@ def predicted_and_played(shape: StepShape, order: UpdateOrder, rows: int, amount
         first_unit_share=elements[0] / sum(elements),
         reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,
     )
-    return StepCost(setting, SERVER)(amounts).total, played.step_seconds
+    return StepCost(setting, predicted_by)(amounts).total, played.step_seconds
 
 
-@pytest.mark.parametrize("in_ram", [0, 21, 42])
+@pytest.mark.parametrize("in_ram", [0, 0.25, 0.5, 0.75, 0.9, 1])
 @pytest.mark.parametrize("durability", [Durability.NONE, Durability.STEP])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_both_agree_on_a_large_model(in_ram, durability, order):
-    """13B parameters, 16 rows, within a twentieth. The formulas leave out how pipelines fill at the begin of a phase, and what of a unit in
-    RAM is updated while another is read."""
-    predicted, played = predicted_and_played(gpt_13b(in_ram, durability), order, 16, Amounts())
-    assert predicted == pytest.approx(played, rel=0.05)
+    """13B parameters, 16 rows, within a twentieth. The formulas leave out how pipelines fill at the begin of a phase.
+
+    They also take drives to read and write at the same time for as long as there is something of both. Where units overtake each other,
+    and part of every one lies in RAM, that is not always so: the step then lies between that and drives that take turns.
+    """
+    shape = gpt_13b(in_ram, durability)
+    predicted, played = predicted_and_played(shape, order, 16, Amounts())
+    if order.takes_needed_first and 0 < in_ram < 1:
+        turns, _ = predicted_and_played(shape, order, 16, Amounts(), predicted_by=replace(SERVER, ssd_mixed=None))
+        assert predicted * 0.95 <= played <= turns * 1.05
+    else:
+        assert predicted == pytest.approx(played, rel=0.05)
 
 
-@pytest.mark.parametrize("in_ram", [0, 42])
+@pytest.mark.parametrize("in_ram", [0, 1])
 @pytest.mark.parametrize(("ram_gb", "ssd_gb"), [(100, 0), (200, 0), (50, 60), (0, 80)])
 def test_both_agree_on_what_swapped_activations_cost(in_ram, ram_gb, ssd_gb):
     """32 rows: 100 GB are free; 200 are not, and 80 on drives cost the forward its writes, and the backward its reads where states lie

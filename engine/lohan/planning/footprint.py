@@ -261,7 +261,7 @@ def ram_state_items(placement: Placement) -> tuple[PlanItem, ...]:
     """What of the states lies in RAM."""
     if not placement.ram_bytes:
         return ()
-    what = "copies of states that are on the drives too" if placement.durability is Durability.STEP else "states of the first units"
+    what = "copies of states that are on the drives too" if placement.durability is Durability.STEP else "states that are nowhere else"
     if placement.durability is Durability.SNAPSHOT:
         what += ", written to the drives at every snapshot"
     return (PlanItem(name="model states", bytes=placement.ram_bytes, formula=f"engine.ram_state_bytes, or all there are: {what}"),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, islice
 from types import MappingProxyType
 
 from lohan.config import Durability, GradientBuffers
@@ -255,6 +255,7 @@ class _Job:
     update: int
     thread_end: int
     end: int
+    tier: Tier
 
 
 @dataclass(slots=True)
@@ -411,12 +412,17 @@ class _Step:
                 continue
             size = self.shape.form.state_bytes(chunk.elements)
             begin = after
-            if len(earlier) >= in_flight:
-                begin += (earlier[-in_flight].end,)
-            if len(earlier) >= max(1, in_flight - 1):
-                begin += (earlier[-max(1, in_flight - 1)].thread_end,)
             if chunk.tier is Tier.SSD:
+                # What lies in RAM takes no buffer, and no turn of those that are read ahead.
+                counted = list(islice((job for job in reversed(earlier) if job.tier is Tier.SSD or in_flight == 1), in_flight))
+                if len(counted) == in_flight:
+                    begin += (counted[-1].end,)
+                if len(counted) >= max(1, in_flight - 1):
+                    begin += (counted[max(1, in_flight - 1) - 1].thread_end,)
                 begin = (self._add(Operation(OperationKind.STATES_READ, unit, number, bytes=size), begin),)
+            written = list(islice((job for job in reversed(earlier) if job.end != job.update), in_flight))
+            if len(written) == in_flight:
+                begin += (written[-1].end,)
             before = (earlier[-1].thread_end,) if earlier else ()
             update = thread_end = end = self._add(Operation(OperationKind.UPDATE, unit, number, bytes=size), begin + before)
             if chunk.tier is Tier.SSD or self.shape.durability is Durability.STEP:
@@ -424,6 +430,6 @@ class _Step:
                     thread_end = self._add(Operation(OperationKind.CHECKSUM, unit, number, bytes=size), (update,))
                 # The first of a chunk's streams is written while the sum of the next is taken.
                 end = self._add(Operation(OperationKind.STATES_WRITE, unit, number, bytes=size), (update,))
-            job = _Job(update, thread_end, end)
+            job = _Job(update, thread_end, end, chunk.tier)
             jobs.append(job)
             self.jobs.append(job)

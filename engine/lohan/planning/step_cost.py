@@ -184,29 +184,26 @@ class StepCost:
     def update_demand(self) -> Demand:
         """All updates of a step: states in, AdamW, sums, states out, commit.
 
-        The optimizer's thread takes units in order, and those whose states lie in RAM are neighbours: while it is busy with them the drives
-        have nothing to read, and while it waits for the drives it has nothing else to do. So its seconds are those of both kinds, one after
-        the other (half of 13B parameters in RAM: 12.4 s and not 10.3), its waiting included.
+        The optimizer's thread takes chunks in order, and those whose states lie in RAM are spread among the others
+        (`lohan.planning.ram_states`): drives and thread are busy at the same time, and the thread's seconds, its waiting included, are those
+        of whichever is slower.
         """
-        setting, rates = self.setting, self.rates
+        setting = self.setting
         read, written = setting.read_share * setting.state_bytes, setting.written_share * setting.state_bytes
-        of_drives = min(read, written)
         summed = 0.0 if setting.durability is Durability.NONE else written
-        seconds = self._pipeline_seconds(1 - setting.read_share, 0.0, written - of_drives)
-        seconds += self._pipeline_seconds(setting.read_share, read, of_drives)
         return Demand(
             ssd_read_bytes=read,
             ssd_written_bytes=written,
-            ssd_sync_seconds=rates.commit_seconds if setting.durability is Durability.STEP else 0.0,
+            ssd_sync_seconds=self.rates.commit_seconds if setting.durability is Durability.STEP else 0.0,
             host_memory_bytes=setting.trainable_parameters * update_traffic(setting.form) + read + written + summed,
-            cpu_seconds=seconds,
+            cpu_seconds=self._pipeline_seconds(read, written),
         )
 
-    def _pipeline_seconds(self, share: float, read: float, written: float) -> float:
-        """Of the optimizer's thread, for that share of the parameters and so many bytes: the slowest of reading, updating and writing, or,
+    def _pipeline_seconds(self, read: float, written: float) -> float:
+        """Of the optimizer's thread, for all updates with so many bytes read and written: the slowest of reading, updating and writing, or,
         with one chunk in flight, one after the other; a chunk is written while its sum is taken."""
         setting, rates = self.setting, self.rates
-        update = share * setting.trainable_parameters / rates.update_elements
+        update = setting.trainable_parameters / rates.update_elements
         sums = 0.0 if setting.durability is Durability.NONE else written / rates.checksum
         if setting.order.chunks_in_flight > 1:
             return phase_seconds(Demand(ssd_read_bytes=read, ssd_written_bytes=written, cpu_seconds=update + sums), rates).total

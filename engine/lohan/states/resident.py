@@ -9,6 +9,7 @@ import torch
 
 from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Transfer
+from lohan.planning.ram_states import chunks_in_ram
 from lohan.states.slots import Part
 from lohan.states.streams import stored_bytes, streams_of, weights_stream
 
@@ -22,12 +23,12 @@ HOLDER = "model states"
 
 
 class ResidentChunks:
-    """All streams of as many chunks as `budget_bytes` holds: the first units first.
+    """All streams of as many chunks as `budget_bytes` holds, spread as `lohan.planning.ram_states` says.
 
-    A backward ends with the first units and the next forward begins with them, so that their update is what a step waits for.
     Contents are undefined until they are filled.
 
     Args:
+        directories: how many state directories there are.
         weights_paging: of the working copies, which a GPU may copy from; pinning the states that stay on the host as well would take
             half a second per GB for nothing.
 
@@ -36,26 +37,29 @@ class ResidentChunks:
     """
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], form: StateForm, arena: Arena, budget_bytes: int, weights_paging: Paging = Paging.PAGEABLE
+        self,
+        layouts: Sequence[UnitLayout],
+        form: StateForm,
+        arena: Arena,
+        budget_bytes: int,
+        weights_paging: Paging = Paging.PAGEABLE,
+        *,
+        directories: int = 1,
     ) -> None:
         self._arena = arena
         self._slabs: list[torch.Tensor] = []
         self._parts: dict[Part, torch.Tensor] = {}
         self.chunks: set[tuple[int, int]] = set()
-        left = budget_bytes
-        for layout in layouts:
-            for chunk in layout.chunks:
-                streams = streams_of(chunk, form)
-                sizes = [stored_bytes(stream, chunk.length) for stream in streams]
-                if sum(sizes) > left:
-                    return
-                left -= sum(sizes)
-                self.chunks.add((layout.index, chunk.index))
-                for stream, size in zip(streams, sizes, strict=True):
-                    paging = weights_paging if stream is weights_stream(form) else Paging.PAGEABLE
-                    slab = arena.allocate(size, torch.uint8, holder=HOLDER, paging=paging)
-                    self._slabs.append(slab)
-                    self._parts[layout.index, chunk.index, stream] = slab[: stream.size_bytes(chunk.length)].view(stream.dtype)
+        places = [(layout.index, chunk) for layout in layouts for chunk in layout.chunks]
+        sizes = [sum(stored_bytes(stream, chunk.length) for stream in streams_of(chunk, form)) for _, chunk in places]
+        for number in sorted(chunks_in_ram(sizes, budget_bytes, directories)):
+            unit, chunk = places[number]
+            self.chunks.add((unit, chunk.index))
+            for stream in streams_of(chunk, form):
+                paging = weights_paging if stream is weights_stream(form) else Paging.PAGEABLE
+                slab = arena.allocate(stored_bytes(stream, chunk.length), torch.uint8, holder=HOLDER, paging=paging)
+                self._slabs.append(slab)
+                self._parts[unit, chunk.index, stream] = slab[: stream.size_bytes(chunk.length)].view(stream.dtype)
 
     def get(self, part: Part) -> torch.Tensor | None:
         """The part's memory; None where it has none."""

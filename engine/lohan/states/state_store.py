@@ -52,7 +52,8 @@ class StateStore:
         form: which streams there are.
         store: opens the files.
         durability: what can be resumed.
-        ram_bytes: of host memory for chunks: the first units'. With durability `none` these have no place in the files.
+        ram_bytes: of host memory for chunks, spread evenly (`lohan.planning.ram_states`); a resumed store may have another than before. With
+            durability `none` these have no place in the files.
         weights_paging: of their working copies; see `ResidentChunks`.
         resume: go on from the step record that is there; otherwise what an earlier run left is overwritten.
         resume_from: go on from the snapshot of this name, which stays; what an earlier run left is overwritten.
@@ -108,7 +109,9 @@ class StateStore:
             for folder in folders:
                 stack.enter_context(locked(folder))
             check_filesystems(folders, durability, unsafe_filesystems)
-            self._resident = ResidentChunks(layouts, form, arena or stack.enter_context(Arena()), ram_bytes, weights_paging)
+            self._resident = ResidentChunks(
+                layouts, form, arena or stack.enter_context(Arena()), ram_bytes, weights_paging, directories=len(directories)
+            )
             stack.callback(self._resident.free)
             in_memory_alone = self._resident.chunks if durability is Durability.NONE else ()
             slots = 1 if durability is Durability.NONE else 2

@@ -1,6 +1,7 @@
 """Moves the chunks of units through their update: states are read, AdamW runs over them, and they are written back.
 
-With three chunks in flight the states of the next are read while this one is updated and the one before is written.
+With three chunks in flight the states of the next are read while this one is updated and the one before is written. Chunks that lie in RAM
+have nothing to be read: the next is the next that has, however many in RAM are updated before it, so that drives and CPU are both busy.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class UnitUpdate:
     unread_chunks: int = 0
     unwritten_chunks: int = 0
 
+
+_MOST_AHEAD = 8
+"""Chunks, those in RAM among them, for which another unit is begun to find one to read: what overtakes waits for no more than these."""
 
 _Buffers = dict[Stream, torch.Tensor]
 """Host memory for one chunk's states."""
@@ -107,6 +111,9 @@ class ChunkPipeline:
         ]
         self._queue: deque[tuple[UnitUpdate, Chunk]] = deque()
         self._reading: deque[_Job] = deque()
+        self._counted = 0
+        """Of those that are read, all but what lies in RAM; with one chunk in flight all."""
+        self._uses_drives = False
         self._writing: deque[_Job] = deque()
 
     @property
@@ -117,7 +124,9 @@ class ChunkPipeline:
     @property
     def hungry(self) -> bool:
         """Whether another chunk's read could begin, but none is queued."""
-        return not self._queue and self._may_read()
+        if self._queue or not self._may_begin():
+            return False
+        return len(self._reading) < (_MOST_AHEAD if self._uses_drives else self._most_reading)
 
     def add(self, update: UnitUpdate) -> None:
         """Queue a unit's chunks."""
@@ -132,12 +141,19 @@ class ChunkPipeline:
         Raises:
             StorageError: a transfer failed.
         """
-        while self._queue and self._may_read():
-            self._reading.append(self._start_reading(*self._queue.popleft()))
+        while self._queue and self._may_begin():
+            job = self._start_reading(*self._queue.popleft())
+            self._counted += self._counts(job)
+            self._uses_drives = self._uses_drives or job.buffers is not None
+            self._reading.append(job)
         if self._reading:
             job = self._reading.popleft()
+            self._counted -= self._counts(job)
             self._update(job)
-            self._writing.append(job)
+            if all(isinstance(transfer, Completed) for transfer in job.transfers):
+                self._finish_writing(job)  # in RAM alone: nothing that others would wait for
+            else:
+                self._writing.append(job)
         while self._writing and (self._is_full() or not (self._reading or self._queue or more_to_come)):
             self._finish_writing(self._writing.popleft())
 
@@ -152,16 +168,23 @@ class ChunkPipeline:
             job.transfers.clear()
         for chunks in (self._queue, self._reading, self._writing):
             chunks.clear()
+        self._counted = 0
 
     def free(self) -> None:
         """Give the buffers back."""
         self._free.clear()
 
     def _is_full(self) -> bool:
-        return len(self._reading) + len(self._writing) >= self._most
+        """Whether a chunk must be written before another is updated."""
+        return len(self._writing) + min(len(self._reading), self._most_reading - 1) >= self._most
 
-    def _may_read(self) -> bool:
-        return not self._is_full() and len(self._reading) < self._most_reading
+    def _may_begin(self) -> bool:
+        """Whether the next chunk may be read, or taken where it lies."""
+        return self._counted < self._most_reading and bool(self._free)
+
+    def _counts(self, job: _Job) -> bool:
+        """Whether nothing more than `_most_reading` of its kind may be begun."""
+        return job.buffers is not None or self._most == 1
 
     def _take_back(self, job: _Job) -> None:
         if job.buffers is not None:
