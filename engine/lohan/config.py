@@ -8,9 +8,18 @@ from __future__ import annotations
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from lohan.errors import ConfigError
 
@@ -156,6 +165,24 @@ class UnitGrain(StrEnum):
     kept from forward to backward."""
 
 
+class RamStates(StrEnum):
+    """In place of a number of bytes."""
+
+    AUTO = "auto"
+
+
+def _check_ram_states(value: Any, check: ValidatorFunctionWrapHandler) -> int | RamStates:
+    """One sentence, where a union would have one for each of its members."""
+    try:
+        found: int | RamStates = check(value)
+    except ValidationError:
+        raise ValueError('it must be "auto", or bytes from 0') from None
+    return found
+
+
+RamStateBytes = Annotated[Annotated[int, Field(ge=0)] | RamStates, WrapValidator(_check_ram_states)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -224,9 +251,13 @@ class EngineSection(_Section):
     writing states in RAM at every step; `none` keeps nothing to resume from."""
     snapshot_minutes: Annotated[FiniteFloat, Field(gt=0, le=10080)] = 10.0
     """With durability `snapshot`, the time between two snapshots: as much work may be lost."""
-    ram_state_bytes: Annotated[int, Field(ge=0)] = 0
-    """Host memory for model states, the first units' first; the others lie on the drives, where all have a place unless durability is
-    `none`."""
+    ram_state_bytes: RamStateBytes = RamStates.AUTO
+    """Host memory for model states, spread over all units; the others lie on the drives, where all have a place unless durability is
+    `none`. `auto` lets the plan choose: where the machine was measured as much as makes the step shortest, else what is left, and either
+    way no more than leaves a quarter of host memory to others (`lohan.planning.fit`)."""
+    chunk_parameters: Annotated[int, Field(ge=2048, multiple_of=2048)] | None = None
+    """Parameters in a chunk, the grain of reading, updating and writing states; None lets the plan choose. A run is resumed with the chunks
+    it began with."""
     unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE
     """`allow` takes state directories on tmpfs, and for durable states on btrfs or a container's layer: for trials and benchmarks."""
     gpu_memory_bytes: Annotated[int, Field(ge=1)] | None = None

@@ -18,6 +18,7 @@ from lohan.data.pack import BatchSampler
 from lohan.hardware.probe import GpuFacts, HardwareFacts
 from lohan.hardware.profile_files import facts_of_device, profile_path, save_profile
 from lohan.planning.plan import Plan
+from lohan.planning.tiers import Tier
 from lohan_app.db import write_transaction
 from lohan_app.entities import BaseModel, Dataset, Run, RunState
 from lohan_app.runs.forecasts import count_steps
@@ -142,6 +143,34 @@ def test_a_run_is_planned_again_by_the_figures_it_was_planned_by(
     write_run_files(settings, run, settings.model_dirs[0], device="cpu:0")
     config = load_run_config(settings.run_folder(run.id) / "run.toml")
     assert config.engine.profiles == (settings.profiles_folder if state == "measured" else None)
+
+
+@pytest.mark.parametrize(("asked", "written"), [(None, 12345678), ("auto", 12345678), (0, 0), (4096, 4096)])
+def test_states_take_the_host_memory_that_was_reserved_for_them(
+    settings: Settings, engine: Engine, owner: Person, model, asked: int | str | None, written: int
+) -> None:
+    plan = plan_of(owner, model).model_dump(mode="json") | {"ram_state_bytes": 12345678}
+    run = read_run(engine, make_run(settings, engine, state=RunState.STARTING, plan=plan))
+    run.settings = {**run.settings, "engine": {} if asked is None else {"ram_state_bytes": asked}}
+    write_run_files(settings, run, settings.model_dirs[0], device="cpu:0")
+    assert load_run_config(settings.run_folder(run.id) / "run.toml").engine.ram_state_bytes == written
+
+
+def test_runs_on_several_devices_share_host_memory(
+    app: FastAPI, owner: Person, model, settings: Settings, facts: HardwareFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one of two runs takes for states leaves as much to the other."""
+    context = app.state.context
+    free = 3 << 30
+    small = facts.model_copy(update={"ram": facts.ram.model_copy(update={"total_bytes": free, "free_bytes": free})})
+    monkeypatch.setattr(context.hardware, "facts", lambda: small)
+    held = {}
+    for devices in (("cpu:0",), ("cpu:0", "cpu:1", "cpu:2")):
+        monkeypatch.setattr(context, "settings", settings.model_copy(update={"devices": devices}))
+        plan = plan_of(owner, model)
+        held[len(devices)] = plan.ram_state_bytes
+        assert sum(item.bytes for item in plan.tier(Tier.RAM).items if item.name == "model states") <= plan.ram_state_bytes
+    assert held[1] > held[3] == 0
 
 
 # ---------------------------------------------------------------- pages

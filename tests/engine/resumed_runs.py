@@ -26,7 +26,8 @@ def make_config(
     durability: str = "step",
     snapshot_minutes: float = 10.0,
     clip_updates: str = "auto",
-    ram_state_bytes: int = 0,
+    ram_state_bytes: int | str = 0,
+    chunk_parameters: int | None = None,
     **training: Any,
 ) -> RunConfig:
     """Rows are shuffled, attention drops a tenth, batches run in micro-batches, and the learning rate moves."""
@@ -45,6 +46,7 @@ def make_config(
             } | training,
             "engine": {"device": "cpu", "micro_batch_size": 3, "threads": 1, "states": states, "durability": durability,
                 "snapshot_minutes": snapshot_minutes, "unsafe_filesystems": "allow", "ram_state_bytes": ram_state_bytes,
+                "chunk_parameters": chunk_parameters,
                 "clip_updates": clip_updates,
             },
             "output": {"directory": folder / "run"},

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lohan.config import Clip, EngineSection, Precision, TrainingSection
+from lohan.config import Clip, EngineSection, Precision, RamStates, TrainingSection
 from lohan.errors import CapacityError
 from lohan.hardware.probe import probe
 from lohan.models.blocks import trace_workload
@@ -19,10 +19,10 @@ PAGE_BYTES = 4096
 PRECISIONS = [Precision.FP32, Precision.BF16]
 
 
-def plan_of(model, folder, precision: Precision, clip: Clip = Clip.NONE) -> Plan:
+def plan_of(model, folder, precision: Precision, clip: Clip = Clip.NONE, *, ram_state_bytes: int | RamStates = 0) -> Plan:
     training = TrainingSection(batch_size=4, sequence_length=16, precision=precision, clip=clip)
     workload = trace_workload(model.config)
-    engine = EngineSection(device="cpu", unsafe_filesystems="allow")
+    engine = EngineSection(device="cpu", unsafe_filesystems="allow", ram_state_bytes=ram_state_bytes)
     return make_plan(
         workload,
         model_name="llama",
@@ -36,19 +36,22 @@ def plan_of(model, folder, precision: Precision, clip: Clip = Clip.NONE) -> Plan
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_holders_are_the_plans_items_and_keep_within_them(tmp_path, precision, clip):
     model = make_llama()
-    plan = plan_of(model, tmp_path, precision, clip)
+    plan = plan_of(model, tmp_path, precision, clip, ram_state_bytes=RamStates.AUTO)
     items = {item.name: item.bytes for item in plan.tier(Tier.RAM).items}
-    with open_session(model, adamw(model), tmp_path, plan=plan, precision=precision, clip=clip, chunk_parameters=32 << 20) as session:
+    with open_session(model, adamw(model), tmp_path, plan=plan, precision=precision, clip=clip, chunk_parameters=None) as session:
         model(**make_batches(1)[0]).loss.backward()
         session.wait()
         ledger = session.host_memory
         assert ledger.budget_bytes == plan.tier(Tier.RAM).capacity_bytes
-        assert {holding.holder for holding in ledger.holdings} == {"parameter slots", "host gradient buffers", "optimizer staging"}
+        holders = {"parameter slots", "host gradient buffers", "optimizer staging", "model states"}
+        assert {holding.holder for holding in ledger.holdings} == holders
+        states = next(holding for holding in ledger.holdings if holding.holder == "model states")
+        assert items["model states"] <= states.bytes <= plan.ram_state_bytes, "all of them, padding included"
         for holding in ledger.holdings:
             # The plan counts parameters. In a unit each begins on a multiple of 256 elements and the unit ends on one of 2,048 (at
             # most 20 parameters, 4 B); slabs end on a page. No holder has more than 12 slabs: 3 chunks of 4 streams.
             slack = 12 * (4 * (20 * 255 + 2047) + PAGE_BYTES)
-            assert 0 < holding.bytes <= items[holding.holder] + slack, holding
+            assert 0 < holding.bytes <= (items[holding.holder] + slack if holding is not states else plan.ram_state_bytes), holding
             assert holding.peak_bytes == holding.bytes
     assert session.host_memory.held_bytes == 0
 

@@ -109,10 +109,10 @@ def test_policies_keep_what_they_say_and_train_alike(tmp_path):
 
 def test_the_plan_is_kept_to_within_the_memory_it_says(tmp_path):
     """With no room for all, a part is kept, some of it on the drives."""
-    whole = outcome(planned_run(tmp_path / "whole"))[1]
+    whole = outcome(planned_run(tmp_path / "whole", ram_state_bytes=0))[1]
     kept = next(item.bytes for item in whole.tier(Tier.RAM).items if item.name == "kept activations")
-    cap = whole.tier(Tier.RAM).used_bytes - kept // 4
-    config = planned_run(tmp_path / "less", host_memory_bytes=cap)
+    cap = whole.tier(Tier.RAM).used_bytes - kept // 2
+    config = planned_run(tmp_path / "less", host_memory_bytes=cap, ram_state_bytes=0)
     losses, plan = outcome(config)
     assert plan.tier(Tier.RAM).used_bytes <= cap
     assert any(operator.ssd_blocks for operator in plan.retention.operators)
@@ -135,7 +135,18 @@ def test_a_model_is_planned_without_a_run(tmp_path):
     text = command("plan", model, *options)
     assert text.exit_code == 0, text.stderr
     shown = " ".join(text.stdout.split())
-    for part in ("batch 6 (micro-batch 6), 96 tokens a row", "\u2501", "A step:", "forward", "waits for", "Alternatives tried", "(case 2)"):
+    for part in (
+        "batch 6 (micro-batch 6), 96 tokens a row",
+        "\u2501",
+        "A step:",
+        "forward",
+        "waits for",
+        "Alternatives tried",
+        "(case 2)",
+        "engine.durability",
+        "none (taken)",
+        "TB",
+    ):
         assert part in shown
     plan = Plan.model_validate(json.loads(command("plan", model, *options, "--json").stdout))
     assert {alternative.micro_batch_size for alternative in plan.forecast.alternatives} == {1, 2, 4, 6}

@@ -63,6 +63,7 @@ def plan_of(
     hardware: HardwareFacts | None = None,
     engine: EngineSection | None = None,
     profile: HardwareProfile | None = None,
+    devices: int | None = None,
     **training,
 ) -> Plan:
     settings = TrainingSection(**({"batch_size": 16, "sequence_length": 1024} | training))
@@ -70,9 +71,10 @@ def plan_of(
         workload or llama(),
         model_name="llama-7b",
         training=settings,
-        engine=engine or EngineSection(durability="none"),
+        engine=engine or EngineSection(durability="none", ram_state_bytes=0),
         hardware=hardware or machine(),
         profile=profile,
+        devices=devices,
     )
 
 
@@ -140,11 +142,13 @@ def test_fp32_doubles_the_device_and_has_no_working_copy():
 )
 def test_8bit_states_are_half_the_bytes_with_their_scales_counted(precision, weights):
     workload = llama()
-    plan = plan_of(workload, engine=EngineSection(states=States.EIGHT_BIT, durability="none"), precision=precision, batch_size=1)
+    plan = plan_of(
+        workload, engine=EngineSection(states=States.EIGHT_BIT, durability="none", ram_state_bytes=0), precision=precision, batch_size=1
+    )
     on_drives = items(plan, Tier.SSD)
     assert {name: on_drives[name] for name in weights} == {name: size * workload.parameters for name, size in weights.items()}
     assert on_drives["moments"] == 2 * workload.parameters + 2 * 4 * workload.parameters // 256
-    chunk = 32 * 1024**2
+    chunk = plan.chunk_parameters
     assert items(plan, Tier.RAM)["optimizer staging"] == 3 * (6 * chunk + 8 * chunk // 256)
     assert plan.states == ("split-8bit" if precision is Precision.BF16 else "fp32-8bit")
     assert any("8 bits" in note for note in plan.notes)
@@ -170,7 +174,7 @@ def test_the_schedules_differ_in_chunks_under_way():
 
 def test_steps_that_are_committed_take_two_slots_and_write_no_more():
     workload = llama()
-    none, step = plan_of(workload), plan_of(workload, engine=EngineSection(durability="step"))
+    none, step = plan_of(workload), plan_of(workload, engine=EngineSection(durability="step", ram_state_bytes=0))
     assert (none.durability, step.durability) == ("none", "step")
     twice = {name: 2 * size for name, size in items(none, Tier.SSD).items() if name != "exported model"}
     assert items(step, Tier.SSD) == {**twice, "exported model": items(none, Tier.SSD)["exported model"]}
@@ -291,7 +295,7 @@ def test_batch_that_cannot_fit_names_batch_and_length_that_do(hardware):
 
 def test_machine_too_small_for_the_model_at_all():
     with pytest.raises(CapacityError, match="GPU memory: the run needs") as caught:
-        plan_of(hardware=machine(gpu_gib=4))
+        plan_of(hardware=machine(gpu_gib=3.5))
     assert "a GPU with" in caught.value.remedy
     with pytest.raises(CapacityError, match="host memory: the run needs") as caught:
         plan_of(hardware=machine(ram_gib=4))

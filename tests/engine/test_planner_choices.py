@@ -9,7 +9,7 @@ from lohan.errors import CapacityError, ConfigError
 from lohan.planning.slots import SlotSizes, size_slots
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import ModuleWorkload, UnitKind, UnitWorkload, Workload
-from lohan.units import GIB
+from lohan.units import GIB, MIB
 from tests.engine.test_planner import items, llama, machine, plan_of
 
 
@@ -109,8 +109,8 @@ def test_modules_are_taken_where_blocks_do_not_fit():
     assert (blocks.grain, blocks.kept_units > 0) == ("block", True)
     assert not any("one by one" in note for note in blocks.notes)
     with pytest.raises(CapacityError):
-        plan_of(hardware=machine(gpu_gib=4.5), batch_size=1)
-    plan = plan_of(workload, hardware=machine(gpu_gib=4.5), batch_size=1)
+        plan_of(hardware=machine(gpu_gib=4.4), batch_size=1)
+    plan = plan_of(workload, hardware=machine(gpu_gib=4.4), batch_size=1)
     assert plan.grain == "module"
     assert any("move one by one, since whole blocks do not fit" in note for note in plan.notes)
     gpu, mlp, tokens = items(plan, Tier.GPU), 8 * 4096 * 4096, 1024
@@ -119,15 +119,91 @@ def test_modules_are_taken_where_blocks_do_not_fit():
     assert gpu["joining of micro-batches"] == 5 * tokens * 4096 * 2
     assert gpu["block working set"] == plan.micro_batch_size * 1024 * (20 * 4096 * 2 // 3) * 2
     assert items(plan, Tier.RAM)["host staging"] == 2 * 2 * mlp
-    assert plan.tier(Tier.GPU).used_bytes <= 4.5 * GIB
+    assert plan.tier(Tier.GPU).used_bytes <= 4.4 * GIB
     with pytest.raises(CapacityError):
         plan_of(workload, hardware=machine(gpu_gib=4), batch_size=1)
+
+
+def test_two_slots_are_taken_where_three_do_not_fit():
+    """Before blocks are cut: with two a unit is still loaded while another computes."""
+    workload = with_modules(llama())
+    found = {}
+    for gpu_gib in (4.3, 4.4, 4.5, 5):
+        plan = plan_of(workload, hardware=machine(gpu_gib=gpu_gib), batch_size=1)
+        found[gpu_gib] = plan.grain, plan.slots
+        assert plan.tier(Tier.GPU).used_bytes <= gpu_gib * GIB
+        assert f"{plan.slots} slots x" in next(item.formula for item in plan.tier(Tier.GPU).items if item.name == "parameter slots")
+    assert found == {4.3: ("module", 2), 4.4: ("module", 3), 4.5: ("block", 2), 5: ("block", 3)}
+
+
+@pytest.mark.parametrize(("hidden", "chunk"), [(512, 4 * MIB), (2048, 4 * MIB), (4096, 16 * MIB), (5120, 32 * MIB), (12288, 32 * MIB)])
+def test_chunks_are_an_eighth_of_a_block_within_bounds(hidden, chunk):
+    workload = llama(hidden=hidden, blocks=2)
+    plan = plan_of(workload, hardware=machine(gpu_gib=80), batch_size=1)
+    assert plan.chunk_parameters == chunk
+    assert chunk == 4 * MIB or 12 * hidden * hidden >= 8 * chunk
+    item = next(item for item in plan.tier(Tier.RAM).items if item.name == "optimizer staging")
+    assert item.bytes == 3 * 12 * min(chunk, max(unit.parameters for unit in workload.units))
+    asked = plan_of(workload, hardware=machine(gpu_gib=80), engine=EngineSection(chunk_parameters=4096), batch_size=1)
+    assert asked.chunk_parameters == 4096
+
+
+@pytest.mark.parametrize("durability", ["none", "step", "snapshot"])
+@pytest.mark.parametrize("ram_gib", [24, 64, 160, 512])
+def test_states_take_what_host_memory_has_left_but_a_quarter(ram_gib, durability):
+    workload = llama()
+    total = 12 * workload.parameters
+    plan = plan_of(workload, hardware=machine(ram_gib=ram_gib), engine=EngineSection(durability=durability), devices=1)
+    held = items(plan, Tier.RAM).get("model states", 0)
+    tier = plan.tier(Tier.RAM)
+    others = tier.used_bytes - held
+    assert held == min(total, max(0, int(tier.capacity_bytes * 0.75) - others) // 1)
+    assert (plan.ram_state_bytes == held) if held < total else (total <= plan.ram_state_bytes < total * 1.01)
+    if durability == "none":
+        assert plan.ssd_bytes_written_per_step == pytest.approx(total - held, abs=1)
+    # Two devices share host memory: each run's states end at its half of those three quarters.
+    shared = plan_of(workload, hardware=machine(ram_gib=ram_gib), engine=EngineSection(durability=durability))
+    assert shared.tier(Tier.RAM).used_bytes <= max(others, tier.capacity_bytes * 0.75 / 2)
+    none = plan_of(workload, hardware=machine(ram_gib=ram_gib), engine=EngineSection(durability=durability, ram_state_bytes=0))
+    assert "model states" not in items(none, Tier.RAM)
+    assert none.ram_state_bytes == 0
+
+
+def test_a_cap_on_host_memory_is_used_to_its_end():
+    plan = plan_of(hardware=machine(ram_gib=256), engine=EngineSection(host_memory_bytes=48 * GIB))
+    assert items(plan, Tier.RAM)["model states"] > 10 * GIB
+    assert 48 * GIB - MIB <= plan.tier(Tier.RAM).used_bytes <= 48 * GIB
+
+
+def test_what_the_drives_cannot_hold_lies_in_ram_where_nothing_is_kept_to_resume_from():
+    workload = llama()
+    total = 12 * workload.parameters
+    small = machine(ram_gib=256, ssd_gib=60)
+    plan = plan_of(workload, hardware=small, engine=EngineSection(durability="none"), devices=1)
+    assert total - items(plan, Tier.RAM)["model states"] <= 60 * GIB
+    assert all(tier.used_bytes <= tier.capacity_bytes for tier in plan.tiers)
+    with pytest.raises(CapacityError, match="SSD space") as caught:
+        plan_of(workload, hardware=small, engine=EngineSection(durability="step"))
+    assert "engine.durability = none needs half the space" in caught.value.remedy
+    with pytest.raises(CapacityError) as caught:
+        plan_of(workload, hardware=machine(ram_gib=32, ssd_gib=60), engine=EngineSection(durability="none"))
+    assert "more of free host memory would hold what the drives do not" in caught.value.remedy
+    with pytest.raises(CapacityError) as caught:
+        plan_of(workload, hardware=small, engine=EngineSection(durability="none", ram_state_bytes=0))
+    assert 'engine.ram_state_bytes = "auto"' in caught.value.remedy
+
+
+def test_states_in_ram_that_were_asked_for_and_do_not_fit_are_named_with_what_does():
+    with pytest.raises(CapacityError) as caught:
+        plan_of(hardware=machine(ram_gib=64), engine=EngineSection(ram_state_bytes=200 * GIB))
+    assert caught.value.remedy.startswith("engine.ram_state_bytes up to ")
+    assert caught.value.need_bytes > caught.value.have_bytes == 63 * GIB
 
 
 def test_inputs_of_blocks_leave_the_gpu_where_a_large_batch_needs_it():
     """The last blocks' stay: the backward begins with them. Modules keep more tensors between regions, and do not help."""
     workload, each = with_modules(llama()), 64 * 1024 * 4096 * 2
-    engine = EngineSection(durability="none")
+    engine = EngineSection(durability="none", ram_state_bytes=0)
     plan = plan_of(workload, hardware=machine(gpu_gib=10), batch_size=64, engine=engine)
     moved = plan.retention.boundaries.ram_blocks
     assert plan.grain == "block"
@@ -156,7 +232,7 @@ def test_the_grain_that_was_asked_for_is_taken():
     assert plan_of(workload, engine=asked("module")).grain == "module"
     assert any("as was asked for" in note for note in plan_of(workload, engine=asked("module")).notes)
     with pytest.raises(CapacityError):
-        plan_of(workload, hardware=machine(gpu_gib=4.5), engine=asked("block"), batch_size=1)
+        plan_of(workload, hardware=machine(gpu_gib=4.4), engine=asked("block"), batch_size=1)
     with pytest.raises(ConfigError, match="cannot be cut into modules"):
         plan_of(llama(), engine=asked("module"))
 

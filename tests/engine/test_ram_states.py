@@ -29,7 +29,7 @@ def test_every_stretch_of_every_directory_has_its_share(directories, quarters):
     assert len(taken) == count * quarters // 4
     for directory in range(directories):
         of_directory = [number in taken for number in range(directory, count, directories)]
-        for begin in range(0, 36):
+        for begin in range(36):
             assert abs(sum(of_directory[begin : begin + 4]) - quarters) <= 1, "four neighbours"
 
 

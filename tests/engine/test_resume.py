@@ -12,9 +12,11 @@ import pytest
 
 from lohan.cli.show import describe
 from lohan.config import Durability, RunConfig, parse_run_config
+from lohan.errors import ResumeError
 from lohan.events import EventType, EventWriter, ExitReason, Phase
 from lohan.hardware.probe import occupied_bytes, probe
 from lohan.planning.fit import SSD_RESERVE_BYTES
+from lohan.planning.plan import Plan
 from lohan.planning.tiers import Tier
 from lohan.states.record import FOLDER, read_record
 from lohan.streaming.executor import Session
@@ -79,6 +81,19 @@ def test_a_run_goes_on_with_other_states_in_ram(tmp_path, tmp_path_factory, refe
     assert train(config) is ExitReason.SUCCEEDED
     check_equal(config, reference(references, tmp_path_factory, "fp32"))
     assert [event["resumed_step"] for event in events_of(config, EventType.STARTED)] == [0, 1, 4, 7, 9]
+
+
+def test_a_run_goes_on_with_the_chunks_it_began_with(tmp_path, tmp_path_factory, references):
+    """Whatever a plan that is made anew would choose."""
+    train_until(make_config(tmp_path, chunk_parameters=8192), 4)
+    config = make_config(tmp_path, ram_state_bytes="auto")
+    assert plan_run(config).chunk_parameters != 8192
+    train_until(config, 8)
+    assert Plan.model_validate_json((config.output.directory / "plan.json").read_text()).chunk_parameters == 8192
+    with pytest.raises(ResumeError, match="chunks of another size"):
+        train(make_config(tmp_path, chunk_parameters=16384))
+    assert train(config) is ExitReason.SUCCEEDED
+    check_equal(config, reference(references, tmp_path_factory, "fp32"))
 
 
 def test_a_resumed_run_says_so_and_does_not_read_the_model_again(tmp_path):

@@ -163,9 +163,9 @@ def test_an_error_while_a_step_is_taken_back_ends_the_session_and_leaves_the_ste
 
 
 # ---------------------------------------------------------------- the decision
-def _decisions(fails: list[bool]) -> list[bool]:
+def _decisions(fails: list[bool], first: ClipUpdate = ClipUpdate.DEFER) -> list[bool]:
     """What `auto` decides before each step, and after the last."""
-    speculation = Speculation(ClipUpdate.AUTO, is_possible=True)
+    speculation = Speculation(ClipUpdate.AUTO, is_possible=True, first=first)
     decided = [speculation.decide()]
     for step, clipped in enumerate(fails):
         speculation.note(StepStatistics(step + 1, 1.0, 0, clipped), speculated=decided[-1])
@@ -182,6 +182,14 @@ def test_auto_speculates_while_fewer_than_a_quarter_of_the_last_steps_fail():
     burst = _decisions([False] * 40 + [True] * MOST_REDONE + [False] * 40)
     assert burst[40 : 40 + MOST_REDONE] == [True] * MOST_REDONE
     assert burst[40 + MOST_REDONE :] == [False] * (REMEMBERED_STEPS - MOST_REDONE + 1) + [True] * (40 - REMEMBERED_STEPS + MOST_REDONE)
+
+
+def test_auto_begins_with_what_the_plan_expects_until_steps_show_otherwise():
+    assert all(_decisions([False] * 40, ClipUpdate.SPECULATE))
+    failing = _decisions([True] * 40, ClipUpdate.SPECULATE)
+    assert failing == [True] * MOST_REDONE + [False] * (41 - MOST_REDONE)
+    assert not Speculation(ClipUpdate.AUTO, is_possible=False, first=ClipUpdate.SPECULATE).decide()
+    assert not Speculation(ClipUpdate.DEFER, is_possible=True, first=ClipUpdate.SPECULATE).decide()
 
 
 def test_steps_that_are_left_out_count_as_failures():

@@ -35,6 +35,12 @@ CASES = {
 }
 """Of the paper's Algorithm 1."""
 SWEEP_ROWS = 12
+SETTING_NAMES = {
+    "engine.durability": "Durability",
+    "engine.clip_updates": "Clipped updates",
+    "engine.ram_state_bytes": "States in RAM",
+    "engine.gradient_buffers": "Gradient buffers",
+}
 
 
 def count_steps(training: TrainingSection, rows: int) -> int | None:
@@ -83,6 +89,7 @@ def forecast_fields(plan: Mapping[str, Any] | None, total_steps: int | None) -> 
             | {"is_taken": (alternative.micro_batch_size, alternative.kept_units) == (plan.get("micro_batch_size"), plan.get("kept_units"))}
             for alternative in forecast.alternatives
         ],
+        "settings": [priced.model_dump() | {"name": SETTING_NAMES.get(priced.setting, priced.setting)} for priced in forecast.settings],
         "stays_in": "Kept in RAM" if on_cpu else "Kept on GPU",
         "sweep": _sweep(forecast),
         "measured_at": _moment(forecast.profile_date),

@@ -37,7 +37,8 @@ def plan_run(
         training = training.model_copy(update={"precision": default_precision(engine, idle)})
     profile, fault = measured(facts, settings, engine)
     workload = Workload.model_validate(model.workload)
-    plan = make_plan(workload, model_name=model.name, training=training, engine=engine, hardware=idle, profile=profile)
+    devices = len(settings.devices or idle.gpus or CPU_DEVICES)
+    plan = make_plan(workload, model_name=model.name, training=training, engine=engine, hardware=idle, profile=profile, devices=devices)
     return plan if fault is None else _with_fault(plan, fault)
 
 

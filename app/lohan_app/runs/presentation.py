@@ -53,6 +53,8 @@ SETTING_NAMES = {
     "snapshot_minutes": "Minutes between snapshots",
     "gpu_memory_bytes": "GPU memory at most",
     "host_memory_bytes": "RAM at most",
+    "ram_state_bytes": "States in RAM",
+    "chunk_parameters": "Parameters in a chunk",
 }
 
 
@@ -188,7 +190,7 @@ def describe_settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _setting(name: str, value: Any) -> str:
-    if name.endswith("_bytes"):
+    if name.endswith("_bytes") and isinstance(value, int):
         return f"{value / GIB:g} GiB"
     if name in ("learning_rate", "weight_decay", "epochs", "max_gradient_norm", "snapshot_minutes"):
         return format_rate(value)

@@ -15,14 +15,14 @@ from lohan.config import Durability, UpdateSchedule
 from lohan.hardware.probe import StateDirectoryFacts
 from lohan.planning.filesystems import refusal as unfitness
 from lohan.planning.fit import SSD_RESERVE_BYTES
-from lohan.planning.footprint import CHUNK_PARAMETERS
+from lohan.planning.plan import CHUNK_PARAMETERS
 from lohan.planning.schedule import UPDATE_ORDERS
 from lohan.units import format_bytes
 from lohan_app.worker.findings import Finding, Status
 
 STAGING_BYTES = UPDATE_ORDERS[UpdateSchedule.OPTIMIZED].chunks_in_flight * CHUNK_PARAMETERS * 12
-"""Buffers between the optimizer and the drives (12 bytes a parameter) of any model whose largest unit fills a chunk: what a run would have
-io_uring pin at least."""
+"""Buffers between the optimizer and the drives (12 bytes a parameter) with the largest chunks that a plan chooses: what a run would have
+io_uring pin at most."""
 
 _MLOCK_ONFAULT = 1  # counts the range without filling it
 _MAP_NORESERVE = 0x4000  # in Python's mmap from 3.12 on; takes no swap space either

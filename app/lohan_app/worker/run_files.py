@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lohan.config import EngineSection, RunConfig, parse_run_config
+from lohan.config import EngineSection, RamStates, RunConfig, parse_run_config
 from lohan.errors import ConfigError
 from lohan.hardware.probe import occupied_bytes, probe
 from lohan_app.entities import BaseModel, Run
@@ -53,8 +53,8 @@ def write_run_files(settings: Settings, run: Run, weights: Path, *, device: str)
 def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> RunConfig:
     """The run's configuration, with the device it was given.
 
-    A run that was planned by measured figures is planned by them again; one that was not reserved nothing for what they would have it keep,
-    and goes on without, as it does where the profile was damaged since.
+    States take the host memory that the plan gave them. A run that was planned by measured figures is planned by them again; one that was
+    not reserved nothing for what they would have it keep, and goes on without, as it does where the profile was damaged since.
     """
     files = RunFiles(settings.run_folder(run.id))
     engine = dict(run.settings.get("engine", {}))
@@ -63,6 +63,8 @@ def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> R
         "state_directories": [str(folder) for folder in state_directories(settings, run.id)],
         "unsafe_filesystems": settings.unsafe_filesystems,
     }
+    if engine.get("ram_state_bytes", RamStates.AUTO) == RamStates.AUTO and run.plan is not None:
+        engine["ram_state_bytes"] = run.plan.get("ram_state_bytes", 0)  # what is reserved: the trainer sees no other run's reservation
     if (run.plan or {}).get("forecast") is not None and _is_measured(settings, device):
         engine["profiles"] = str(settings.profiles_folder)
     values = {

@@ -20,7 +20,7 @@ from lohan.bench.step_memory import GpuMemory, forget_host_peak
 from lohan.bench.step_model import PooledWeights, block_seconds, make_config
 from lohan.bench.step_options import StepTask
 from lohan.bench.step_shapes import TRAINING_TO_FORWARD, block_forward_flops
-from lohan.config import Durability, Precision
+from lohan.config import Durability, Precision, RamStates
 from lohan.errors import EngineError
 from lohan.streaming.device import resolve_device
 from lohan.streaming.trace import Trace, write_perfetto
@@ -83,7 +83,7 @@ class StepRun:
             clip=training.clip,
             max_gradient_norm=training.max_gradient_norm,
             durability=engine.durability,
-            ram_state_bytes=engine.ram_state_bytes,
+            ram_state_bytes=None if isinstance(engine.ram_state_bytes, RamStates) else engine.ram_state_bytes,
             unsafe_filesystems=engine.unsafe_filesystems,
             weights=weights,
             plan=self._task.plan,

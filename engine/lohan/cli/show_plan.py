@@ -112,11 +112,33 @@ def _print_alternatives(forecast: Forecast, console: Console) -> None:
     from rich.table import Table
 
     table = Table(title="Alternatives tried", title_justify="left")
-    for name in ("micro-batch", "kept units", "a step"):
+    for name in ("micro-batch", "kept units", "gradient buffers", "states in RAM", "a step"):
         table.add_column(name, justify="right")
     for alternative in forecast.alternatives:
-        takes = _seconds(alternative.seconds) if alternative.seconds is not None else alternative.reason
-        table.add_row(str(alternative.micro_batch_size), str(alternative.kept_units), takes)
+        if alternative.seconds is None:
+            table.add_row(str(alternative.micro_batch_size), "", "", "", alternative.reason)
+            continue
+        in_ram = format_bytes(alternative.ram_state_bytes)
+        buffers, takes = alternative.gradient_buffers, _seconds(alternative.seconds)
+        table.add_row(str(alternative.micro_batch_size), str(alternative.kept_units), buffers, in_ram, takes)
+    console.print(table)
+    if not forecast.settings:
+        return
+    table = Table(title="With other settings", title_justify="left")
+    for name in ("setting", "value"):
+        table.add_column(name)
+    for name in ("a step", "SSD a step", "written a day"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for priced in forecast.settings:
+        table.add_row(
+            priced.setting,
+            f"{priced.value} (taken)" if priced.is_taken else priced.value,
+            _seconds(priced.seconds),
+            format_bytes(priced.ssd_bytes_per_step),
+            f"{priced.terabytes_written_per_day:.3g} TB",
+            priced.note,
+        )
     console.print(table)
 
 

@@ -1,34 +1,28 @@
-"""Chooses micro-batch, kept units and what is kept of activations together: the shortest step that a measured machine is foreseen to do.
+"""One way to run a batch on a measured machine: what its memory leaves for activations, what a policy keeps there, how long a step takes.
 
-Each way to run the batch that fits gets what its memory leaves for activations, and a policy decides about them; the fastest is taken. Few
-ways are tried: micro-batches that are powers of two, with no kept units and with as many as fit, and the best of them with half as many.
-Between them the time changes little.
+Which ways there are, and which of them is taken, is `lohan.planning.search`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from lohan.config import ActivationPolicy, GradientBuffers, Precision
 from lohan.errors import CapacityError
 from lohan.hardware.profile import BlockTimes, HardwareProfile
-from lohan.planning.cost_model import PhaseSeconds, Rates
+from lohan.planning.cost_model import Rates
 from lohan.planning.fit import ROUNDS, Fit, Rooms
-from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
-from lohan.planning.forecast import Alternative, Forecast, PhaseForecast, SweepForecast
+from lohan.planning.footprint import HOST_GRADIENT_BUFFERS, ssd_bytes_read, ssd_bytes_written
 from lohan.planning.kernel_choice import nearest_times
 from lohan.planning.policies import PolicyFacts, decide
-from lohan.planning.retention_choice import ActivationDecision, ActivationProblem, forced_retention
-from lohan.planning.schedule import Begin
-from lohan.planning.step_cost import StepCost, StepSeconds
-from lohan.planning.step_inputs import Candidate, candidates, device_seconds, gradient_seconds, step_setting
+from lohan.planning.retention_choice import ActivationDecision, ActivationProblem, Sweep, choose_retention, forced_retention
+from lohan.planning.schedule import Begin, UpdateOrder
+from lohan.planning.step_cost import StepCost
+from lohan.planning.step_inputs import Candidate, candidates, device_seconds, gradient_seconds, step_setting, weight_bytes
 from lohan.planning.workload import OperatorGroup
 from lohan.units import format_bytes
 
-_SHORTER = 0.995
-"""A step must be shorter by this factor to be taken for a smaller micro-batch: the figures are no more exact, and each region has costs of
-its own that no figure has."""
+_OURS = (ActivationPolicy.HOLISTIC, ActivationPolicy.CPU_ACTIVATIONS)
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,19 @@ class Choice:
     def seconds(self) -> float:
         return self.decision.seconds.total
 
+    @property
+    def least_moved_bytes(self) -> int:
+        """That a step moves over links and drives whatever becomes of activations: weights to the device, states from and to drives."""
+        fit = self.fit
+        of_states = ssd_bytes_read(fit.sizes, fit.placement, self.kept_units) + ssd_bytes_written(fit.placement)
+        return sum(weight_bytes(fit.sizes, self.kept_units)) + of_states
+
+    @property
+    def moved_bytes(self) -> float:
+        """With activations, out and back."""
+        amounts = self.decision.amounts
+        return self.least_moved_bytes + 2 * (amounts.swapped_bytes + amounts.ssd_bytes)
+
 
 def block_times(profile: HardwareProfile, fit: Fit, micro_batch: int) -> BlockTimes | None:
     """The measured times of the run's block that come nearest to these rows and tokens; None where there are none."""
@@ -51,92 +58,43 @@ def block_times(profile: HardwareProfile, fit: Fit, micro_batch: int) -> BlockTi
 
 
 class Chooser:
-    """Tries ways to run one batch.
+    """Decides about activations for one way to run a batch after the other.
+
+    Args:
+        fit: the batch and the machine; what of it may vary is given with each way.
 
     Raises:
         ConfigError: the profile has no rate of something that the run needs.
     """
 
     def __init__(self, fit: Fit, profile: HardwareProfile, policy: ActivationPolicy) -> None:
-        self._fit, self._profile, self._policy = fit, profile, policy
+        self._profile, self._policy = profile, policy
         self._rates = Rates.of(profile, fit.placement.form, on_cpu=fit.gpu is None)
+        self.is_ours = self._policy in _OURS and fit.engine.swapped_activation_bytes is None
+        """Whether the shortest step is looked for, and not what a rule says."""
 
-    def choose(self, micro_batches: Sequence[int], most_kept: Sequence[int]) -> tuple[Choice | None, tuple[Alternative, ...]]:
-        """The shortest step, and the best of each micro-batch.
+    def decide(self, fit: Fit, micro_batch: int, kept_units: int, *, longest_seconds: float = 0.0) -> Choice | None:
+        """What the policy keeps in what is left then; None where the block was never measured.
 
         Args:
-            micro_batches: that fit, descending.
-            most_kept: for each the most units that may be kept.
-
-        Returns:
-            None where the model's block was never measured.
-
-        Raises:
-            CapacityError: the policy cannot be followed on this machine, with whatever micro-batch.
-        """
-        best: Choice | None = None
-        refusal: CapacityError | None = None
-        alternatives = []
-        for micro_batch, most in zip(micro_batches, most_kept, strict=True):
-            found, error = self._fastest(micro_batch, {0, most})
-            refusal = refusal or error
-            if found is not None and (best is None or found.seconds < best.seconds * _SHORTER):
-                best = found
-            alternatives.append(
-                Alternative(
-                    micro_batch_size=micro_batch,
-                    kept_units=found.kept_units if found is not None else most,
-                    seconds=found.seconds if found is not None else None,
-                    reason=error.message if found is None and error is not None else "",
-                )
-            )
-        if best is None and refusal is not None:
-            raise refusal
-        if best is not None:
-            most = most_kept[micro_batches.index(best.micro_batch)]
-            half, _ = self._fastest(best.micro_batch, {most // 2} - {0, most})
-            if half is not None and half.seconds < best.seconds:
-                best = half
-                changed = {"kept_units": half.kept_units, "seconds": half.seconds}
-                alternatives = [
-                    alternative.model_copy(update=changed) if alternative.micro_batch_size == half.micro_batch else alternative
-                    for alternative in alternatives
-                ]
-        return best, tuple(alternatives)
-
-    def _fastest(self, micro_batch: int, kept_units: Collection[int]) -> tuple[Choice | None, CapacityError | None]:
-        """The fastest with one of these numbers of kept units, and why another could not be."""
-        best: Choice | None = None
-        refusal = None
-        for number in sorted(kept_units, reverse=True):
-            try:
-                choice = self.decide(micro_batch, number)
-            except CapacityError as error:
-                refusal = refusal or error
-                continue
-            if choice is not None and (best is None or choice.seconds < best.seconds):
-                best = choice
-        return best, refusal
-
-    def decide(self, micro_batch: int, kept_units: int) -> Choice | None:
-        """What the policy keeps in what is left then; None where the block was never measured.
+            longest_seconds: steps up to that are as welcome as the shortest if they move less; of other systems' policies none are.
 
         Raises:
             CapacityError: the policy cannot be followed on this machine.
         """
-        times = block_times(self._profile, self._fit, micro_batch)
+        times = block_times(self._profile, fit, micro_batch)
         if times is None:
             return None
-        rooms = self._fit.activation_rooms(micro_batch, kept_units)
-        problem, facts = self._problem(times, micro_batch, kept_units, rooms)
+        rooms = fit.activation_rooms(micro_batch, kept_units)
+        problem, facts = self._problem(fit, times, micro_batch, kept_units, rooms)
         for _ in range(ROUNDS):
-            choice = Choice(self._fit, micro_batch, kept_units, self._decision(problem, facts))
-            less = self._fit.less_room(rooms, micro_batch, kept_units, choice.decision.retention)
+            choice = Choice(fit, micro_batch, kept_units, self._decision(fit, problem, facts, longest_seconds))
+            less = fit.less_room(rooms, micro_batch, kept_units, choice.decision.retention)
             if less is None:
                 return choice
             rooms = less
             problem = replace(problem, gpu_bytes=rooms.gpu_bytes, ram_bytes=rooms.ram_bytes)
-        plans = self._fit.memory(micro_batch, kept_units, choice.decision.retention)
+        plans = fit.memory(micro_batch, kept_units, choice.decision.retention)
         short = max(plans, key=lambda plan: plan.used_bytes - plan.capacity_bytes)
         missing = format_bytes(short.used_bytes - short.capacity_bytes)
         raise CapacityError(
@@ -147,52 +105,86 @@ class Chooser:
             remedy="Use a smaller micro-batch, or another policy.",
         )
 
-    def problem(self, micro_batch: int, kept_units: int) -> ActivationProblem | None:
+    def problem(self, fit: Fit, micro_batch: int, kept_units: int) -> ActivationProblem | None:
         """What there is to decide then; None where the block was never measured."""
-        times = block_times(self._profile, self._fit, micro_batch)
+        times = block_times(self._profile, fit, micro_batch)
         if times is None:
             return None
-        return self._problem(times, micro_batch, kept_units, self._fit.activation_rooms(micro_batch, kept_units))[0]
+        return self._problem(fit, times, micro_batch, kept_units, fit.activation_rooms(micro_batch, kept_units))[0]
 
-    def _decision(self, problem: ActivationProblem, facts: PolicyFacts) -> ActivationDecision:
-        swapped_bytes = self._fit.engine.swapped_activation_bytes
+    def bound(self, most: Fit, least: Fit, micro_batch: int, kept_units: int, *, rooms_of: int) -> float:
+        """Seconds that no step takes less than which is between the two: as if what `most` gives updates and weights left the room for
+        activations that `least` leaves. 0 where it is not the shortest step that is looked for.
+
+        Args:
+            most: has the most states in RAM, and the most gradient buffers.
+            least: has the least of them.
+            kept_units: at most.
+            rooms_of: so many of them at least.
+
+        Raises:
+            CapacityError: not even that room holds the inputs of blocks.
+        """
+        times = block_times(self._profile, most, micro_batch)
+        if times is None or not self.is_ours:
+            return 0.0
+        problem, _ = self._problem(most, times, micro_batch, kept_units, least.activation_rooms(micro_batch, rooms_of))
+        sweep = Sweep(problem)
+        return sweep.seconds(sweep.best())
+
+    def cost(self, fit: Fit, micro_batch: int, kept_units: int, *, order: UpdateOrder | None = None, redone_share: float = 0.0) -> StepCost:
+        """The time of a step as a function of its activations.
+
+        Args:
+            order: of the updates; None: the fit's own.
+            redone_share: see `lohan.planning.step_cost.StepSetting`.
+        """
+        times = block_times(self._profile, fit, micro_batch)
+        assert times is not None, "the choice was made by them"
+        return self._cost(fit, times, micro_batch, kept_units, order or fit.order, redone_share)
+
+    def _decision(self, fit: Fit, problem: ActivationProblem, facts: PolicyFacts, longest_seconds: float) -> ActivationDecision:
+        swapped_bytes = fit.engine.swapped_activation_bytes
         if swapped_bytes is not None and self._policy is ActivationPolicy.HOLISTIC:
             return forced_retention(problem, swapped_bytes)
+        if longest_seconds and self.is_ours:
+            with_drives = self._policy is ActivationPolicy.HOLISTIC
+            return choose_retention(problem if with_drives else replace(problem, ssd_bytes=0), longest_seconds=longest_seconds)
         return decide(self._policy, problem, facts)
 
-    def _problem(self, times: BlockTimes, micro_batch: int, kept_units: int, rooms: Rooms) -> tuple[ActivationProblem, PolicyFacts]:
-        fit = self._fit
-        training, order, sizes = fit.training, fit.order, fit.sizes
-        batch, length = training.batch_size, training.sequence_length
-        seconds = device_seconds(fit.workload, times, batch=batch, length=length)
-        cost = StepCost(
-            step_setting(
-                sizes,
-                fit.placement,
-                order,
-                seconds,
-                kept_units=kept_units,
-                gradient_buffers=len(sizes.units) if order.gradients is GradientBuffers.ALL else HOST_GRADIENT_BUFFERS,
-                reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,
-                gradient_seconds=gradient_seconds(sizes, -(-batch // micro_batch), self._rates.device_memory),
-            ),
-            self._rates,
-        )
+    def _problem(
+        self, fit: Fit, times: BlockTimes, micro_batch: int, kept_units: int, rooms: Rooms
+    ) -> tuple[ActivationProblem, PolicyFacts]:
         problem = ActivationProblem(
-            candidates=self._candidates(times),
+            candidates=self._candidates(fit, times),
             blocks=fit.workload.blocks,
             boundary_bytes=fit.boundary_bytes if fit.can_keep else 0,
             gpu_bytes=rooms.gpu_bytes,
             ram_bytes=rooms.ram_bytes,
             ssd_bytes=rooms.ssd_bytes,
-            evaluate=cost,
+            evaluate=self._cost(fit, times, micro_batch, kept_units, fit.order, 0.0),
         )
-        return problem, self._facts(seconds.forward)
+        seconds = device_seconds(fit.workload, times, batch=fit.training.batch_size, length=fit.training.sequence_length)
+        return problem, self._facts(fit, seconds.forward)
 
-    def _candidates(self, times: BlockTimes) -> tuple[Candidate, ...]:
+    def _cost(self, fit: Fit, times: BlockTimes, micro_batch: int, kept_units: int, order: UpdateOrder, redone_share: float) -> StepCost:
+        sizes, batch, length = fit.sizes, fit.training.batch_size, fit.training.sequence_length
+        setting = step_setting(
+            sizes,
+            fit.placement,
+            order,
+            device_seconds(fit.workload, times, batch=batch, length=length),
+            kept_units=kept_units,
+            gradient_buffers=len(sizes.units) if order.gradients is GradientBuffers.ALL else HOST_GRADIENT_BUFFERS,
+            reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,
+            gradient_seconds=gradient_seconds(sizes, -(-batch // micro_batch), self._rates.device_memory),
+            redone_share=redone_share,
+        )
+        return StepCost(setting, self._rates)
+
+    def _candidates(self, fit: Fit, times: BlockTimes) -> tuple[Candidate, ...]:
         """What may be kept in a run: without the attention of an fp32 run on a GPU, which has no fused kernel for grouped heads there, so
         that its operators are others than those that were traced."""
-        fit = self._fit
         if not fit.can_keep:
             return ()
         training = fit.training
@@ -202,8 +194,7 @@ class Chooser:
         attention = {operator.label for operator in fit.workload.operators_of(times.kernels) if operator.group is OperatorGroup.ATTENTION}
         return tuple(candidate for candidate in found if candidate.label not in attention)
 
-    def _facts(self, forward_seconds: float) -> PolicyFacts:
-        fit = self._fit
+    def _facts(self, fit: Fit, forward_seconds: float) -> PolicyFacts:
         device = fit.gpu.total_bytes if fit.gpu is not None else fit.hardware.ram.total_bytes
         return PolicyFacts(
             device_bytes=min(device, fit.engine.gpu_memory_bytes or device),
@@ -211,40 +202,3 @@ class Chooser:
             forward_seconds=forward_seconds,
             g2m_bytes_per_second=self._rates.g2m or self._rates.host_memory,
         )
-
-
-def forecast(choice: Choice, alternatives: tuple[Alternative, ...], profile: HardwareProfile) -> Forecast:
-    """What a plan says of the chosen step."""
-    fit, decision = choice.fit, choice.decision
-    seconds = decision.seconds
-    batch, length = fit.training.batch_size, fit.training.sequence_length
-    return Forecast(
-        step_seconds=seconds.total,
-        phases=_phases(seconds),
-        binding=seconds.binding.value,
-        case=decision.case.value if decision.case is not None else None,
-        is_memory_bound=decision.memory_bound,
-        updated_share=min(1.0, max(0.0, seconds.updated_share)),
-        tokens_per_second=batch * length / seconds.total,
-        flops_per_second=3 * fit.workload.forward_flops(batch, length) / seconds.total,
-        sweep=tuple(
-            SweepForecast(
-                gpu_bytes=round(point.amounts.gpu_bytes),
-                ram_bytes=round(point.amounts.ram_bytes),
-                ssd_bytes=round(point.amounts.ssd_bytes),
-                seconds=point.seconds,
-            )
-            for point in decision.points
-        ),
-        alternatives=alternatives,
-        profile_date=profile.date,
-    )
-
-
-def _phases(seconds: StepSeconds) -> tuple[PhaseForecast, ...]:
-    def phase(name: str, part: PhaseSeconds) -> PhaseForecast:
-        resources = {term.value: value for term, value in part.seconds.items()}
-        return PhaseForecast(name=name, seconds=part.total, resources=resources, binding=part.binding.value)
-
-    exposed = PhaseForecast(name="updates", seconds=seconds.exposed_seconds)
-    return (phase("forward", seconds.forward), phase("backward", seconds.backward), exposed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from lohan.planning.choice import Choice, forecast
+from lohan.planning.choice import Choice, Chooser
 from lohan.planning.correction import Correction
 from lohan.planning.plan import Plan
+from lohan.planning.prices import foresee
+from lohan.planning.search import Chosen
 
 
 def corrected_plan(plan: Plan, correction: Correction, *, retention_changed: bool) -> Plan:
@@ -17,7 +19,9 @@ def corrected_plan(plan: Plan, correction: Correction, *, retention_changed: boo
     fit, micro_batch, kept_units = running.fit, running.micro_batch, running.kept_units
     better = correction.better if retention_changed else None
     choice = better or Choice(fit, micro_batch, kept_units, running.decision)
-    foreseen = forecast(choice, plan.forecast.alternatives if plan.forecast is not None else (), running.profile)
+    alternatives = plan.forecast.alternatives if plan.forecast is not None else ()
+    chooser = Chooser(fit, running.profile, running.policy)
+    foreseen = foresee(Chosen(choice, choice, (choice,), alternatives), chooser, running.profile)
     if better is None and plan.forecast is not None:
         foreseen = foreseen.model_copy(update={"case": plan.forecast.case, "is_memory_bound": plan.forecast.is_memory_bound})
     retention = choice.decision.retention

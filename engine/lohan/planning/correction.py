@@ -80,7 +80,7 @@ class Running:
     @property
     def problem(self) -> tuple[ActivationProblem, StepCost]:
         """What there is to decide, and what a step costs."""
-        problem = Chooser(self.fit, self.profile, self.policy).problem(self.micro_batch, self.kept_units)
+        problem = Chooser(self.fit, self.profile, self.policy).problem(self.fit, self.micro_batch, self.kept_units)
         assert problem is not None, "the run was planned by measured times of its block"
         assert isinstance(problem.evaluate, StepCost), "it is what a chooser evaluates by"
         return problem, problem.evaluate
@@ -161,7 +161,7 @@ def correct(running: Running, steps: Sequence[MeasuredStep], traces: Sequence[St
 
 def _better(running: Running, seconds: float) -> Choice | None:
     try:
-        choice = Chooser(running.fit, running.profile, running.policy).decide(running.micro_batch, running.kept_units)
+        choice = Chooser(running.fit, running.profile, running.policy).decide(running.fit, running.micro_batch, running.kept_units)
     except CapacityError:
         return None
     if choice is None or choice.decision.retention == running.retention:

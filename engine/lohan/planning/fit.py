@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lohan.config import EngineSection, TrainingSection, UnitGrain
+from lohan.config import Durability, EngineSection, GradientBuffers, RamStates, TrainingSection, UnitGrain, UpdateSchedule
 from lohan.errors import ConfigError
 from lohan.hardware.probe import GpuFacts, HardwareFacts
 from lohan.planning.footprint import (
@@ -23,12 +23,14 @@ from lohan.planning.footprint import (
     measure,
     place_states,
     state_items,
+    whole_state_bytes,
 )
 from lohan.planning.kept_footprint import retention_items
 from lohan.planning.plan import PlanItem, TierPlan
 from lohan.planning.retention import Retention
 from lohan.planning.retention_choice import place_inputs
-from lohan.planning.schedule import UpdateOrder, update_order
+from lohan.planning.schedule import Begin, UpdateOrder, update_order
+from lohan.planning.slots import WORKING_SLOTS
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import Workload
 from lohan.units import GIB
@@ -37,7 +39,9 @@ RAM_RESERVE_BYTES = 1 * GIB
 """Left to the operating system."""
 SSD_RESERVE_BYTES = 1 * GIB
 """Left on every drive."""
-
+CHOSEN_RAM_SHARE = 0.75
+"""Of what a run may hold of host memory: beyond this no states are put there that could lie on drives, unless a number of bytes was asked
+for. What is left is for another run, the page cache, and everybody else; where several devices can run, each run keeps to its part."""
 
 NOTHING_KEPT = Retention()
 ROUNDS = 8
@@ -71,10 +75,14 @@ class Fit:
     gpu: GpuFacts | None
     """None: the CPU computes."""
     grain: UnitGrain = UnitGrain.BLOCK
+    slots: int = WORKING_SLOTS
+    """On the device, that units pass through."""
+    devices: int = 1
+    """On which runs may be at work beside each other, sharing host memory."""
 
     @cached_property
     def sizes(self) -> Sizes:
-        return measure(self.workload, self.training.precision, self.grain)
+        return measure(self.workload, self.training.precision, self.grain, self.slots)
 
     @cached_property
     def placement(self) -> Placement:
@@ -91,6 +99,55 @@ class Fit:
     def with_training(self, **settings: Any) -> Fit:
         """The same with other training settings."""
         return replace(self, training=self.training.model_copy(update=settings))
+
+    @property
+    def chooses_ram_states(self) -> bool:
+        """Whether it is still open how much of the states lies in RAM; until that is said, none does."""
+        return self.engine.ram_state_bytes is RamStates.AUTO
+
+    @property
+    def chooses_gradient_buffers(self) -> bool:
+        """Whether few or all is open. A CPU that computes has no time during the forward that updates could be left to, and where updates
+        wait for the backward's end all gradients do."""
+        is_open = self.engine.gradient_buffers is GradientBuffers.AUTO and self.order.begin is Begin.ON_ARRIVAL
+        return is_open and self.gpu is not None and self.engine.schedule is UpdateSchedule.OPTIMIZED
+
+    def most_kept_units(self, micro_batch: int, retention: Retention) -> int:
+        """How many units' weights may stay on the GPU from forward to backward: as many as fit beside the rest."""
+        if self.gpu is None:
+            return 0  # a slot would be host memory, which saves more (the optimizer's reads too) as states in RAM
+
+        def fits(kept_units: int) -> bool:
+            on_gpu, _ = self.memory(micro_batch, kept_units, retention)
+            return on_gpu.used_bytes <= on_gpu.capacity_bytes
+
+        # From the top: a kept unit may cost less than nothing where the working slots then are smaller.
+        return next((kept_units for kept_units in range(len(self.sizes.backward), 0, -1) if fits(kept_units)), 0)
+
+    def most_ram_states(self, micro_batch: int, retention: Retention) -> int:
+        """Bytes of states that may be put in RAM beside everything else (`CHOSEN_RAM_SHARE`; a cap that was set is used to its end)."""
+        _, on_host = self.with_engine(ram_state_bytes=0).memory(micro_batch, 0, retention)
+        limit = on_host.capacity_bytes
+        if self.engine.host_memory_bytes is None:
+            limit = int(limit * CHOSEN_RAM_SHARE) // self.devices
+        return min(self.placement.total_bytes, max(0, limit - on_host.used_bytes))
+
+    def least_ram_states(self) -> int:
+        """Bytes of states that have no place on the drives, as far as RAM may be their only place."""
+        on_drives = self.with_engine(ram_state_bytes=0).drives()
+        missing = on_drives.used_bytes - on_drives.capacity_bytes
+        return max(0, missing) if self.engine.durability is Durability.NONE else 0
+
+    @property
+    def chosen_ram_bytes(self) -> int:
+        """Of host memory, as the state store takes it."""
+        asked = self.engine.ram_state_bytes
+        return 0 if isinstance(asked, RamStates) else min(asked, whole_state_bytes(self.sizes, self.placement))
+
+    def with_ram_states(self, size_bytes: int) -> Fit:
+        """The same with so much of the states in RAM: with all of them, if it is all they are counted as, padding included."""
+        is_all = size_bytes >= self.placement.total_bytes
+        return self.with_engine(ram_state_bytes=whole_state_bytes(self.sizes, self.placement) if is_all else size_bytes)
 
     @property
     def can_keep(self) -> bool:

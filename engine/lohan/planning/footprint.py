@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lohan.config import Durability, EngineSection, GradientBuffers, Precision, UnitGrain
-from lohan.planning.plan import PlanItem
+from lohan.config import Durability, EngineSection, GradientBuffers, Precision, RamStates, UnitGrain
+from lohan.planning.plan import CHUNK_PARAMETERS, PlanItem
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.slots import WORKING_SLOTS, SlotSizes, size_slots
 from lohan.planning.state_form import SCALE_BLOCK, StateForm
 from lohan.planning.workload import UnitKind, Workload
 from lohan.units import GIB, MIB, format_count
 
-CHUNK_PARAMETERS = 32 * MIB
-"""Elements; the grain of state I/O and of the optimizer."""
+LEAST_CHUNK_PARAMETERS = 4 * MIB
+"""8 MiB of the smallest stream, a remainder in 16 bits: two pieces of the 4 MiB at which drives were measured to reach their rate."""
+CHUNKS_OF_A_UNIT = 8
+"""At least, as far as chunks may be so small: the first unit's update, which nothing hides, then waits for an eighth of its states before
+it begins and after it ends, and eighths of every unit can lie in RAM."""
 HOST_GRADIENT_BUFFERS = 3
 """One arriving, one waiting, one being read by the optimizer."""
 HOST_STAGING_BUFFERS = 2
@@ -31,6 +34,10 @@ LOSS_BYTES_PER_LOGIT = 16
 """Working copy, fp32 copy, softmax and gradient of one logit."""
 GPU_RESERVE_BYTES = 3 * GIB // 2
 """CUDA's context, cuBLAS workspaces, and the allocator's fragmentation: a 24 GiB card is planned as 22.5 GiB."""
+MOST_STREAMS = 6
+"""Of a chunk: a split master's halves, and both moments' codes and scales."""
+BLOCK_BYTES = 4096
+"""In which a chunk's streams are rounded up."""
 CPU_BASE_BYTES = 1 * GIB
 """Python, torch and transformers; measured 0.4 GiB before the model is built, and the allocator's slack while it trains."""
 GPU_PROCESS_BASE_BYTES = 3 * GIB
@@ -55,9 +62,13 @@ class Sizes:
     vocabulary: int
     saved_per_token: int
     itemsize: int
+    largest_block: int
+    """Or module of one."""
+    working_slots: int = WORKING_SLOTS
+    """On the device."""
 
 
-def measure(workload: Workload, precision: Precision, grain: UnitGrain = UnitGrain.BLOCK) -> Sizes:
+def measure(workload: Workload, precision: Precision, grain: UnitGrain = UnitGrain.BLOCK, working_slots: int = WORKING_SLOTS) -> Sizes:
     """The sizes of `workload` in the precision it is trained in.
 
     Args:
@@ -84,6 +95,8 @@ def measure(workload: Workload, precision: Precision, grain: UnitGrain = UnitGra
         vocabulary=workload.vocabulary_size,
         saved_per_token=saved,
         itemsize=2 if precision is Precision.BF16 else 4,
+        largest_block=inside,
+        working_slots=working_slots,
     )
 
 
@@ -95,7 +108,7 @@ def _backward_order(units: int, *, tied: bool) -> tuple[int, ...]:
 
 def slot_sizes(sizes: Sizes, kept_units: int) -> SlotSizes:
     """The parameter slots with so many units kept."""
-    return size_slots(sizes.units, sizes.backward, working=WORKING_SLOTS, kept=kept_units)
+    return size_slots(sizes.units, sizes.backward, working=sizes.working_slots, kept=kept_units)
 
 
 def _slots_item(sizes: Sizes, kept_units: int) -> PlanItem:
@@ -160,7 +173,7 @@ def device_items(
 def host_items(sizes: Sizes, placement: Placement, order: UpdateOrder, *, on_gpu: bool) -> tuple[PlanItem, ...]:
     """What lies in host memory whatever the device."""
     item, unit, form = sizes.itemsize, format_count(sizes.largest_unit), placement.form
-    chunk = min(CHUNK_PARAMETERS, sizes.largest_unit)
+    chunk = min(placement.chunk_parameters, sizes.largest_unit)
     items = [
         _host_gradients(sizes, order),
         PlanItem(
@@ -210,6 +223,7 @@ class Placement:
     total_bytes: int
     ram_bytes: int
     """At most this: whole chunks."""
+    chunk_parameters: int = CHUNK_PARAMETERS
 
     @property
     def read_share(self) -> float:
@@ -232,10 +246,26 @@ class Placement:
 
 
 def place_states(sizes: Sizes, precision: Precision, engine: EngineSection) -> Placement:
-    """Where the model states of a run lie."""
+    """Where the model states of a run lie; none in RAM where that is still to be chosen."""
     form = StateForm.of(precision, engine.states)
     total_bytes = form.state_bytes(sizes.parameters)
-    return Placement(form, engine.durability, total_bytes, min(engine.ram_state_bytes, total_bytes))
+    ram_bytes = 0 if isinstance(engine.ram_state_bytes, RamStates) else min(engine.ram_state_bytes, total_bytes)
+    return Placement(form, engine.durability, total_bytes, ram_bytes, engine.chunk_parameters or chunk_parameters(sizes.largest_block))
+
+
+def chunk_parameters(largest_block: int) -> int:
+    """The largest power of two of which the largest block has `CHUNKS_OF_A_UNIT`, within the bounds of chunks.
+
+    A rule and not a forecast: drives and optimizer were measured with chunks of one size.
+    """
+    wanted = max(1, largest_block // CHUNKS_OF_A_UNIT)
+    return min(CHUNK_PARAMETERS, max(LEAST_CHUNK_PARAMETERS, 1 << (wanted.bit_length() - 1)))
+
+
+def whole_state_bytes(sizes: Sizes, placement: Placement) -> int:
+    """What all states take in RAM at most: units with their padding, every chunk's streams in whole blocks."""
+    chunks = sum(-(-unit // placement.chunk_parameters) for unit in sizes.units)
+    return placement.form.state_bytes(sum(sizes.units)) + chunks * MOST_STREAMS * BLOCK_BYTES
 
 
 def state_items(sizes: Sizes, placement: Placement) -> tuple[PlanItem, ...]:
@@ -264,7 +294,8 @@ def ram_state_items(placement: Placement) -> tuple[PlanItem, ...]:
     what = "copies of states that are on the drives too" if placement.durability is Durability.STEP else "states that are nowhere else"
     if placement.durability is Durability.SNAPSHOT:
         what += ", written to the drives at every snapshot"
-    return (PlanItem(name="model states", bytes=placement.ram_bytes, formula=f"engine.ram_state_bytes, or all there are: {what}"),)
+    share = placement.ram_bytes / placement.total_bytes
+    return (PlanItem(name="model states", bytes=placement.ram_bytes, formula=f"{share:.0%} of all, in whole chunks: {what}"),)
 
 
 def ssd_bytes_read(sizes: Sizes, placement: Placement, kept_units: int) -> int:

@@ -40,10 +40,29 @@ class Alternative(_Forecast):
 
     micro_batch_size: int
     kept_units: int
+    gradient_buffers: str = ""
+    """`few` or `all`; empty in plans made before it was among them."""
+    ram_state_bytes: Bytes = 0
     seconds: Seconds | None
     """None where it cannot run here."""
     reason: str = ""
     """Why not."""
+
+
+class SettingForecast(_Forecast):
+    """What a step would be with another value of one setting, and with this one."""
+
+    setting: str
+    """As a run's configuration names it, e.g. `engine.durability`."""
+    value: str
+    seconds: Seconds
+    is_taken: bool = False
+    ssd_bytes_per_step: Bytes
+    """Read and written, together."""
+    ssd_bytes_written_per_step: Bytes
+    terabytes_written_per_day: Annotated[FiniteFloat, Field(ge=0)]
+    """Of 10^12 bytes, with step after step; snapshots counted."""
+    note: str = ""
 
 
 class Forecast(_Forecast):
@@ -67,5 +86,11 @@ class Forecast(_Forecast):
     """In ascending bytes kept."""
     alternatives: tuple[Alternative, ...] = ()
     """The best of each micro-batch that was tried, the one taken among them."""
+    settings: tuple[SettingForecast, ...] = ()
+    """What the user decides, and what was weighed within the micro-batch that is taken."""
+    shortest_seconds: Seconds | None = None
+    """Of the shortest step found, where one is taken that is at most a hundredth longer and moves less."""
+    spared_bytes: Bytes = 0
+    """That it moves less."""
     profile_date: str = ""
     """When the machine was measured."""

@@ -24,6 +24,7 @@ def plan_notes(
         _micro_batch_note(fit, micro_batch, forecast),
         *_grain_notes(grain_asked, fit.grain),
         *_kept_notes(fit, kept_units),
+        *_spared_notes(forecast),
         *_state_notes(fit.placement, written_bytes, forecast),
         *_resume_notes(fit.placement, fit.training, fit.engine),
         *_update_notes(fit.training, fit.engine),
@@ -51,6 +52,13 @@ def _kept_notes(fit: Fit, kept_units: int) -> list[str]:
     sizes = fit.sizes
     size = format_bytes(slot_sizes(sizes, kept_units).kept_elements * sizes.itemsize)
     return [f"The weights of {kept_units} of {len(sizes.units)} units ({size}) stay on the GPU from forward to backward."]
+
+
+def _spared_notes(forecast: Forecast | None) -> list[str]:
+    if forecast is None or not forecast.spared_bytes or not forecast.shortest_seconds:
+        return []
+    gain = forecast.step_seconds / forecast.shortest_seconds - 1
+    return [f"{format_bytes(forecast.spared_bytes)} a step is not moved that would make it {gain:.1%} shorter."]
 
 
 def _state_notes(placement: Placement, written_bytes: int, forecast: Forecast | None) -> list[str]:

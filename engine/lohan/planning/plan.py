@@ -9,8 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from lohan.planning.forecast import Forecast
 from lohan.planning.retention import Retention
 from lohan.planning.tiers import Tier
+from lohan.units import MIB
 
 PLAN_VERSION = 1
+CHUNK_PARAMETERS = 32 * MIB
+"""Elements of a chunk at most; the grain of state I/O and of the optimizer. Plans of before they were chosen mean so many."""
 
 
 class PlanItem(BaseModel):
@@ -72,6 +75,12 @@ class Plan(BaseModel):
     """Which of them are kept, and where."""
     gradient_buffers: str = "few"
     """For how many units gradients find room in host memory: `few` or `all`, see `lohan.config.GradientBuffers`."""
+    ram_state_bytes: int = 0
+    """Host memory that the state store may take for states; padding included."""
+    chunk_parameters: int = CHUNK_PARAMETERS
+    """Parameters in a chunk at most."""
+    clip_updates: str = "defer"
+    """When updates of clipped runs begin, before it was seen how often they are: `defer` or `speculate`."""
     schedule: str = "optimized"
     """When updates run: `serial`, `naive` or `optimized`, see `lohan.config.UpdateSchedule`; plans of older versions say `on-arrival`."""
     durability: str = "none"

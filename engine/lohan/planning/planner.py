@@ -1,10 +1,12 @@
 """Divides a run's bytes over GPU memory, RAM and SSD, before anything is loaded. Pure arithmetic: no torch, milliseconds.
 
-States lie on SSD but for what `engine.ram_state_bytes` takes. What is chosen is whether blocks move whole or module by module, the
-micro-batch, how many units keep their weights on the GPU from forward to backward, whether gradients of all units find room in host memory,
-and what is kept of activations. Where machine and model were measured it is the shortest step that counts (`lohan.planning.choice`); else
-the largest micro-batch that fits, then as many kept units as what is left holds, and blocks' inner activations are all computed again. What
-a choice takes of each tier is `lohan.planning.fit`'s.
+What is chosen is whether blocks move whole or module by module, the slots they move through, the micro-batch, how many units keep their
+weights on the GPU from forward to backward, whether gradients of all units find room in host memory, how much of the states lies in RAM,
+the size of their chunks, and what is kept of activations. Where machine and model were measured it is the shortest step that counts
+(`lohan.planning.search`). Else rules do: the largest micro-batch that fits, room for all gradients, then states in what host memory has
+left (`Fit.most_ram_states`), as many kept units as the GPU has room for, and blocks' inner activations are all computed again. Chunks and
+slots go by rules always (`footprint.chunk_parameters`; three slots, and two where blocks would else not fit whole): nothing that is
+measured tells their sizes apart. What a choice takes of each tier is `lohan.planning.fit`'s.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from dataclasses import replace
 
 from lohan.config import (
     ActivationPolicy,
+    ClipUpdate,
+    Durability,
     EngineSection,
     GradientBuffers,
     KernelSet,
@@ -22,22 +26,22 @@ from lohan.config import (
     TrainingSection,
     UnitGrain,
     UnsafeFilesystems,
-    UpdateSchedule,
 )
 from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import HardwareFacts
 from lohan.hardware.profile import HardwareProfile
-from lohan.planning.choice import Choice, Chooser, forecast
+from lohan.planning.choice import Chooser
 from lohan.planning.filesystems import REMEDY as FILESYSTEM_REMEDY
 from lohan.planning.filesystems import refusal
 from lohan.planning.fit import Fit, choose_gpu
-from lohan.planning.footprint import Placement, ssd_bytes_read, ssd_bytes_written
+from lohan.planning.footprint import ssd_bytes_read, ssd_bytes_written
 from lohan.planning.forecast import Forecast
 from lohan.planning.kernel_choice import choose_kernels
 from lohan.planning.notes import plan_notes
 from lohan.planning.plan import Plan, TierPlan
-from lohan.planning.retention import Retention
-from lohan.planning.slots import WORKING_SLOTS
+from lohan.planning.prices import first_clip_update, foresee
+from lohan.planning.search import Chosen, Search, ram_sizes
+from lohan.planning.slots import LEAST_SLOTS, WORKING_SLOTS
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import Workload
 from lohan.units import format_bytes
@@ -63,6 +67,7 @@ def make_plan(
     engine: EngineSection,
     hardware: HardwareFacts,
     profile: HardwareProfile | None = None,
+    devices: int | None = None,
 ) -> Plan:
     """The memory split of a run on `hardware`.
 
@@ -70,6 +75,7 @@ def make_plan(
 
     Args:
         profile: of the machine, as the run's device sees it.
+        devices: on which runs may be at work beside each other, sharing host memory; None: as many as there are GPUs.
 
     Raises:
         ConfigError: the sequence is longer than the model's context, there is no such device, or a state directory is on a file system that
@@ -83,18 +89,19 @@ def make_plan(
             remedy=f"Use at most {workload.context_length}.",
         )
     _check_filesystems(engine, hardware)
-    kernels = choose_kernels(workload, training, engine, profile)
-    fit = _choose_grain(Fit(workload, training, engine.model_copy(update={"kernels": kernels}), hardware, choose_gpu(engine, hardware)))
+    kernels, gpu = choose_kernels(workload, training, engine, profile), choose_gpu(engine, hardware)
+    decided = engine.model_copy(update={"kernels": kernels})
+    fit = _choose_grain(Fit(workload, training, decided, hardware, gpu, devices=devices or max(1, len(hardware.gpus))))
     micro_batch, largest = _choose_micro_batch(fit)
-    states = fit.drives()
-    if states.used_bytes > states.capacity_bytes:
-        raise _capacity_error("SSD space", states, _space_remedy(fit.placement))
-    fit = _with_gradient_buffers(fit, micro_batch)
-    retention = fit.inputs_placed(micro_batch, 0)
-    kept_units = _choose_kept_units(fit, micro_batch, retention)
-    choice, foreseen, why_not = _choose_by_time(fit, profile, largest)
-    if choice is not None:
-        micro_batch, kept_units, retention = choice.micro_batch, choice.kept_units, choice.decision.retention
+    _check_drives(fit, micro_batch)
+    chosen, foreseen, why_not = _choose_by_time(fit, profile, largest)
+    if chosen is not None:
+        choice = chosen.choice
+        fit, micro_batch, kept_units, retention = choice.fit, choice.micro_batch, choice.kept_units, choice.decision.retention
+    else:
+        fit = _with_ram_states(_with_gradient_buffers(fit, micro_batch), micro_batch)
+        retention = fit.inputs_placed(micro_batch, 0)
+        kept_units = fit.most_kept_units(micro_batch, retention)
     swapped = fit.kept_on_drives(retention, micro_batch)
     written_bytes = ssd_bytes_written(fit.placement) + swapped
     notes = plan_notes(fit, micro_batch, kept_units, grain_asked=engine.grain, forecast=foreseen, written_bytes=written_bytes)
@@ -115,11 +122,14 @@ def make_plan(
         sequence_length=training.sequence_length,
         kernels=str(kernels),
         grain=str(fit.grain),
-        slots=WORKING_SLOTS,
+        slots=fit.slots,
         kept_units=kept_units,
         gradient_buffers=str(fit.order.gradients),
+        ram_state_bytes=fit.chosen_ram_bytes,
+        chunk_parameters=fit.placement.chunk_parameters,
+        clip_updates=str(first_clip_update(foreseen) if engine.clip_updates is ClipUpdate.AUTO else engine.clip_updates),
         schedule=str(engine.schedule),
-        policy=str(engine.policy if choice is not None else ActivationPolicy.RECOMPUTE_ALL),
+        policy=str(engine.policy if chosen is not None else ActivationPolicy.RECOMPUTE_ALL),
         retention=retention,
         tiers=(*fit.memory(micro_batch, kept_units, retention), fit.drives(retention, micro_batch)),
         durability=str(engine.durability),
@@ -137,9 +147,13 @@ def _device_of(fit: Fit) -> str:
 
 
 def _choose_grain(fit: Fit) -> Fit:
-    """With the grain that was asked for; else blocks where one row at a time fits then, or does not with modules either, else modules.
+    """With grain and slots that let one row at a time fit: whole blocks before modules, three slots before two.
 
-    Modules need smaller slots and buffers, but more tensors are kept between regions: a large batch may need less memory with blocks.
+    Modules need smaller slots and buffers, but more tensors are kept between regions: a large batch may need less memory with blocks. With
+    two slots a unit is loaded while another computes; the third lets that begin before all queued work on the last one is done.
+
+    Raises:
+        ConfigError: modules were asked for, and there are none.
     """
     asked, modules = fit.engine.grain, fit.workload.modules
     if asked is UnitGrain.MODULE and modules is None:
@@ -148,15 +162,31 @@ def _choose_grain(fit: Fit) -> Fit:
             place="engine.grain",
             remedy='Use "block", or register the model again.',
         )
-    if asked is not UnitGrain.AUTO:
-        return replace(fit, grain=asked)
-    if modules is None:
-        return fit
-    cut = replace(fit, grain=UnitGrain.MODULE)
-    shortages = [
-        sum(max(0, plan.used_bytes - plan.capacity_bytes) for plan in one.memory(1, 0, one.inputs_placed(1, 0))) for one in (fit, cut)
-    ]
-    return cut if shortages[1] < shortages[0] else fit
+    grains = [asked] if asked is not UnitGrain.AUTO else [UnitGrain.BLOCK, *([UnitGrain.MODULE] if modules is not None else [])]
+    ways = [replace(fit, grain=grain, slots=slots) for grain in grains for slots in (WORKING_SLOTS, LEAST_SLOTS)]
+
+    def shortage(way: Fit) -> int:
+        return sum(max(0, plan.used_bytes - plan.capacity_bytes) for plan in way.memory(1, 0, way.inputs_placed(1, 0)))
+
+    return next((way for way in ways if not shortage(way)), None) or min(ways, key=shortage)
+
+
+def _check_drives(fit: Fit, micro_batch: int) -> None:
+    """See that the drives have room for the states, but for those that may lie in RAM instead.
+
+    Raises:
+        CapacityError: they have not.
+    """
+    states = fit.drives()
+    short = states.used_bytes - states.capacity_bytes
+    if short <= 0:
+        return
+    in_ram = 0
+    if fit.chooses_ram_states and fit.engine.durability is Durability.NONE:
+        in_ram = fit.most_ram_states(micro_batch, fit.inputs_placed(micro_batch, 0))
+        if short <= in_ram:
+            return
+    raise _capacity_error("SSD space", states, _space_remedy(fit, short, in_ram))
 
 
 def _choose_micro_batch(fit: Fit) -> tuple[int, int]:
@@ -181,6 +211,12 @@ def _choose_micro_batch(fit: Fit) -> tuple[int, int]:
     name = "GPU memory" if short.tier is Tier.GPU else "host memory"
     if fitting:
         raise _capacity_error(name, short, f"engine.micro_batch_size = {fitting} fits; leaving it out chooses by itself.")
+    fewer = fit.with_engine(ram_state_bytes=0)
+    if fit.placement.ram_bytes and short.tier is Tier.RAM:
+        _, on_host = fewer.memory(1, 0, fewer.inputs_placed(1, 0))
+        if on_host.used_bytes <= on_host.capacity_bytes:
+            left = format_bytes(on_host.capacity_bytes - on_host.used_bytes)
+            raise _capacity_error(name, short, f'engine.ram_state_bytes up to {left} fits; "auto" chooses by itself.')
     fitting_length = _largest(length, lambda shorter: shortage(1, batch, shorter) is None)
     fitting_batch = _largest(batch, lambda smaller: shortage(1, smaller, length) is None)
     nearest = []
@@ -205,19 +241,6 @@ def _largest(upper: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _choose_kept_units(fit: Fit, micro_batch: int, retention: Retention) -> int:
-    """How many units' weights stay on the GPU from forward to backward: as many as fit beside the rest."""
-    if fit.gpu is None:
-        return 0  # a slot would be host memory, which saves more (the optimizer's reads too) as `engine.ram_state_bytes`
-
-    def fits(kept_units: int) -> bool:
-        on_gpu, _ = fit.memory(micro_batch, kept_units, retention)
-        return on_gpu.used_bytes <= on_gpu.capacity_bytes
-
-    # From the top: a kept unit may cost less than nothing where the working slots then are smaller.
-    return next((kept_units for kept_units in range(len(fit.sizes.backward), 0, -1) if fits(kept_units)), 0)
-
-
 def _with_gradient_buffers(fit: Fit, micro_batch: int) -> Fit:
     """With as much host memory for gradients as was asked for, else for all units' where the rest leaves room.
 
@@ -228,13 +251,17 @@ def _with_gradient_buffers(fit: Fit, micro_batch: int) -> Fit:
         return fit
     every = fit.with_engine(gradient_buffers=GradientBuffers.ALL)
     _, on_host = every.memory(micro_batch, 0, every.inputs_placed(micro_batch, 0))
-    has_room = on_host.used_bytes <= on_host.capacity_bytes
-    if fit.gpu is not None and fit.engine.schedule is UpdateSchedule.OPTIMIZED and has_room:
+    if fit.chooses_gradient_buffers and on_host.used_bytes <= on_host.capacity_bytes:
         return every
     return fit.with_engine(gradient_buffers=GradientBuffers.FEW)
 
 
-def _choose_by_time(fit: Fit, profile: HardwareProfile | None, fitting: int) -> tuple[Choice | None, Forecast | None, list[str]]:
+def _with_ram_states(fit: Fit, micro_batch: int) -> Fit:
+    """With as many states in RAM as was asked for, else as have room: each byte there is one less to be read by every step."""
+    return fit.with_ram_states(ram_sizes(fit, micro_batch)[0]) if fit.chooses_ram_states else fit
+
+
+def _choose_by_time(fit: Fit, profile: HardwareProfile | None, fitting: int) -> tuple[Chosen | None, Forecast | None, list[str]]:
     """The shortest step, what it is made of, and a note where none can be foreseen.
 
     Args:
@@ -248,18 +275,13 @@ def _choose_by_time(fit: Fit, profile: HardwareProfile | None, fitting: int) -> 
     try:
         chooser = Chooser(fit, profile, fit.engine.policy)
         micro_batches = [fitting] if fit.engine.micro_batch_size is not None else _micro_batches(fitting)
-        most = [_choose_kept_units(fit, number, fit.inputs_placed(number, 0)) for number in micro_batches]
-        choice, alternatives = chooser.choose(micro_batches, most)
+        chosen = Search(fit if fit.chooses_gradient_buffers else _with_gradient_buffers(fit, fitting), chooser).choose(micro_batches)
+        if chosen is not None:
+            return chosen, foresee(chosen, chooser, profile), []
     except ConfigError as error:
         return None, None, [f"There is no forecast of the time: {error.message}. {error.remedy or ''}".strip()]
-    if choice is None:
-        kernels = "" if fit.engine.kernels is KernelSet.AUTO else f" with {fit.engine.kernels} kernels"
-        return (
-            None,
-            None,
-            [f"This model was not measured here{kernels}: there is no forecast of the time. `lohan profile MODEL` measures it."],
-        )
-    return choice, forecast(choice, alternatives, profile), []
+    kernels = "" if fit.engine.kernels is KernelSet.AUTO else f" with {fit.engine.kernels} kernels"
+    return None, None, [f"This model was not measured here{kernels}: there is no forecast of the time. `lohan profile MODEL` measures it."]
 
 
 def _micro_batches(fitting: int) -> list[int]:
@@ -274,9 +296,21 @@ def _check_filesystems(engine: EngineSection, hardware: HardwareFacts) -> None:
             raise ConfigError(f"the state directory {directory.path} {reason}", place="engine.state_directories", remedy=FILESYSTEM_REMEDY)
 
 
-def _space_remedy(placement: Placement) -> str:
+def _space_remedy(fit: Fit, short: int, in_ram: int) -> str:
+    """What else there is to do.
+
+    Args:
+        short: bytes that are missing on the drives.
+        in_ram: bytes of states that RAM has room for in their place.
+    """
     remedy = "Free space, or add a drive to the state directories."
-    return f"{remedy} engine.durability = none needs half the space." if placement.slots == 2 else remedy
+    if fit.placement.slots == 2:
+        without = fit.with_engine(durability=Durability.NONE).drives()
+        fits = "fits" if without.used_bytes <= without.capacity_bytes else "does not fit either"
+        return f"{remedy} engine.durability = none needs half the space: {format_bytes(without.used_bytes)}, which {fits}."
+    if fit.chooses_ram_states:
+        return f"{remedy} {format_bytes(short - in_ram)} more of free host memory would hold what the drives do not."
+    return f'{remedy} With engine.ram_state_bytes = "auto" a part of the states may lie in RAM instead.'
 
 
 def _capacity_error(name: str, plan: TierPlan, remedy: str) -> CapacityError:

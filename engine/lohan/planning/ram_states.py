@@ -1,13 +1,14 @@
 """Which chunks' states lie in RAM where host memory holds some of them and not all: the one rule of planner and state store. No torch.
 
 They are spread evenly. The optimizer takes chunks in order: while it updates what lies in RAM the drives read what does not, so that a
-stretch of both takes the longer of the two times. With a part r in RAM, all updates taking U and reading everything R seconds, spread
-chunks take max(U, (1 - r) R); the first units' whole would take r U + max((1 - r) U, (1 - r) R), since drives have nothing to read for
-a unit in RAM, and the optimizer nothing to update while it waits for one that is not. For 13B parameters in equal halves with U = 4.3 s and
-R = 7.8 s that is 4.3 s and not 6.1. Weights that the device waits for gain likewise: of every unit the same part comes from the drives.
+stretch of both takes the longer of the two times. With a part r in RAM, all updates taking U and reading everything R
+seconds, spread chunks take max(U, (1 - r) R); the first units' whole would take r U + max((1 - r) U, (1 - r) R), since drives have nothing
+to read for a unit in RAM, and the optimizer nothing to update while it waits for one that is not. For 13B parameters in equal halves with U
+= 4.3 s and R = 7.8 s that is 4.3 s and not 6.1. Weights that the device waits for gain likewise: of every unit the same part comes from the
+drives.
 
-Chunks go round robin over the state directories whether they lie in RAM or not (a resumed run may have other chunks in RAM, and files stay as
-they are), so the chunks of each directory are spread by themselves: else every second chunk of two directories' would be all of one's.
+Chunks go round robin over the state directories whether they lie in RAM or not (a resumed run may have other chunks in RAM, and files stay
+as they are), so the chunks of each directory are spread by themselves: else every second chunk of two directories' would be all of one's.
 """
 
 from __future__ import annotations

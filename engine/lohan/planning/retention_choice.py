@@ -6,7 +6,7 @@ computed again; those that the device cannot hold are the least that leaves it (
 several the one that keeps the least. That may be one that swaps nothing.
 
 A step is convex along that order for one setting (`lohan.planning.step_cost`): what fills a tier grows with the bytes kept as the paper's
-alpha A_G2M does, and each further byte saves less. So the search may skip points, and looks closer only beside the best.
+alpha A_G2M does, and each further byte saves less. So the minimum is found by halving.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
 
 MAX_POINTS = 32
-"""Of a sweep; what lies between two of them is searched only beside the best."""
+"""Of a sweep that is shown."""
 _SAME = 1e-9
 """Steps whose times differ by less than this part of them are equally long: rounding."""
 
@@ -92,10 +92,17 @@ class ActivationDecision:
     """None where nothing was searched for, or there is nothing to keep."""
     memory_bound: bool = False
     """Whether more would be kept if the tiers held more."""
-    points: tuple[SweepPoint, ...] = ()
-    """Of the search, in ascending bytes kept."""
+    sweep: Sweep | None = None
+    """What was searched along."""
+    shortest_seconds: float = 0.0
+    """Of the shortest step found, where a longer one was asked for that moves less."""
     gap: float | None = None
     """Of a solver that was stopped: how far, as a part, its best may be from the optimum."""
+
+    @property
+    def points(self) -> tuple[SweepPoint, ...]:
+        """Of the search, in ascending bytes kept: what was looked at, and enough to draw the rest."""
+        return self.sweep.points() if self.sweep is not None else ()
 
 
 class Sweep:
@@ -144,10 +151,7 @@ class Sweep:
 
     def best(self) -> int:
         """The least place of those with the shortest step."""
-        stride = max(1, -(-self.last // MAX_POINTS))
-        grid = [*range(0, self.last, stride), self.last]
-        top: int = min(grid, key=self.seconds)
-        low, high = max(0, top - stride), min(self.last, top + stride)
+        low, high = 0, self.last
         while low < high:  # the time falls, then rises: the first place that is no longer than the next
             middle = (low + high) // 2
             if self.seconds(middle) <= self.seconds(middle + 1) * (1 + _SAME):
@@ -156,13 +160,28 @@ class Sweep:
                 low = middle + 1
         return low
 
+    def leanest(self, best: int, longest_seconds: float) -> int:
+        """The place up to `best` that sends least out of the device, of those whose step is no longer than that; `best` if none is."""
+        least = self.amounts(0).swapped_bytes
+        low, high = 0, best
+        while low < high:  # the last place that sends no more than the inputs that must go
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.amounts(middle).swapped_bytes <= least else (low, middle - 1)
+        high = best
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.seconds(middle) <= longest_seconds else (middle + 1, high)
+        return low
+
     def points(self) -> tuple[SweepPoint, ...]:
-        """All places that were looked at."""
+        """All places that were looked at, and some between them."""
+        for place in (*range(0, self.last, max(1, -(-self.last // MAX_POINTS))), self.last):
+            self.seconds(place)
         return tuple(SweepPoint(self.amounts(place), seconds) for place, seconds in sorted(self._known.items()))
 
 
-def choose_retention(problem: ActivationProblem) -> ActivationDecision:
-    """The retention with the shortest step.
+def choose_retention(problem: ActivationProblem, *, longest_seconds: float = 0.0) -> ActivationDecision:
+    """The retention with the shortest step; or, where steps of `longest_seconds` are as welcome, of those the one that moves least.
 
     Raises:
         CapacityError: the tiers do not even hold the inputs of blocks.
@@ -173,16 +192,23 @@ def choose_retention(problem: ActivationProblem) -> ActivationDecision:
     # The sweep divides the output that a tier ends in, and places do not: where that made it seem worth keeping, one less is better.
     while best and (less := _placed(problem, sweep, best - 1)).seconds.total < decision.seconds.total * (1 - _SAME):
         best, decision = best - 1, less
+    shortest = decision
+    if decision.seconds.total < longest_seconds:
+        for place in range(sweep.leanest(best, longest_seconds), best):
+            if (less := _placed(problem, sweep, place)).seconds.total <= longest_seconds:
+                decision = less
+                break
     case: Case | None
     if not sweep.places:
         case = None
     elif best == sweep.last:
         case = Case.GPU_BOUND
-    elif decision.amounts.swapped_bytes <= sweep.amounts(0).swapped_bytes:
+    elif shortest.amounts.swapped_bytes <= sweep.amounts(0).swapped_bytes:
         case = Case.TRANSFER_BOUND
     else:
         case = Case.INTERIOR
-    return replace(decision, case=case, memory_bound=best == sweep.last < sweep.places, points=sweep.points())
+    memory_bound = best == sweep.last < sweep.places
+    return replace(decision, case=case, memory_bound=memory_bound, sweep=sweep, shortest_seconds=shortest.seconds.total)
 
 
 def forced_retention(problem: ActivationProblem, swapped_bytes: int) -> ActivationDecision:
@@ -300,8 +326,12 @@ def _outside(pieces: Sequence[Piece], sizes: Mapping[str | None, int], ram: int,
 def settle(problem: ActivationProblem, tiers: Mapping[Piece, Tier]) -> tuple[Retention, Amounts]:
     """What so many pieces in their tiers are as a retention, and amount to. Every block's input is among the pieces."""
 
+    found: dict[tuple[str | None, Tier], list[int]] = {}
+    for (block, label), tier in sorted(tiers.items(), key=lambda item: item[0][0]):
+        found.setdefault((label, tier), []).append(block)
+
     def at(label: str | None, tier: Tier) -> tuple[int, ...]:
-        return tuple(block for block in range(problem.blocks) if tiers.get((block, label)) is tier)
+        return tuple(found.get((label, tier), ()))
 
     by_tier = {tier: problem.boundary_bytes * len(at(None, tier)) for tier in Tier}
     operators, saved = [], 0.0

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 WORKING_SLOTS = 3
 """One computed with, one being filled, one still in use by queued work."""
+LEAST_SLOTS = 2
+"""Where memory has no room for three: one is filled while the other is computed with."""
 
 
 @dataclass(frozen=True, slots=True)

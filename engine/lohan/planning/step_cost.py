@@ -185,8 +185,8 @@ class StepCost:
         """All updates of a step: states in, AdamW, sums, states out, commit.
 
         The optimizer's thread takes chunks in order, and those whose states lie in RAM are spread among the others
-        (`lohan.planning.ram_states`): drives and thread are busy at the same time, and the thread's seconds, its waiting included, are those
-        of whichever is slower.
+        (`lohan.planning.ram_states`): drives and thread are busy at the same time, and the thread's seconds, its waiting included, are
+        those of whichever is slower.
         """
         setting = self.setting
         read, written = setting.read_share * setting.state_bytes, setting.written_share * setting.state_bytes

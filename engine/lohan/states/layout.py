@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lohan.errors import ConfigError
+from lohan.planning.plan import CHUNK_PARAMETERS
 from lohan.planning.workload import UnitKind
 
 PARAMETER_ALIGNMENT = 256
@@ -18,7 +19,7 @@ PARAMETER_ALIGNMENT = 256
 form (of a block of 4 million parameters in 9 tensors, at most 0.06 %), and the form then does not decide where anything lies."""
 UNIT_ALIGNMENT = 2048
 """Elements: 4096 bytes in bf16, the coarsest block size O_DIRECT asks for, so that no chunk has an unaligned end."""
-DEFAULT_CHUNK_PARAMETERS = 32 * 1024 * 1024
+DEFAULT_CHUNK_PARAMETERS = CHUNK_PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class UnitLayout:
     elements: int
     trainable_elements: int
     chunks: tuple[Chunk, ...]
+    chunk_parameters: int = DEFAULT_CHUNK_PARAMETERS
+    """Elements of a chunk at most."""
 
     def pieces(self, chunk: Chunk) -> Iterator[Piece]:
         """The parameters in `chunk`, in order of their offset; the padding between them belongs to none."""
@@ -125,7 +128,7 @@ def layout_unit(
     for start, end, trainable in ((0, trainable_elements, True), (trainable_elements, elements, False)):
         for position in range(start, end, chunk_parameters):
             chunks.append(Chunk(len(chunks), position, min(chunk_parameters, end - position), trainable))
-    return UnitLayout(index, name, kind, tuple(places), elements, trainable_elements, tuple(chunks))
+    return UnitLayout(index, name, kind, tuple(places), elements, trainable_elements, tuple(chunks), chunk_parameters)
 
 
 def _round_up(value: int, multiple: int) -> int:

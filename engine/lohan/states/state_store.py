@@ -52,8 +52,8 @@ class StateStore:
         form: which streams there are.
         store: opens the files.
         durability: what can be resumed.
-        ram_bytes: of host memory for chunks, spread evenly (`lohan.planning.ram_states`); a resumed store may have another than before. With
-            durability `none` these have no place in the files.
+        ram_bytes: of host memory for chunks, spread evenly (`lohan.planning.ram_states`); a resumed store may have another than before.
+            With durability `none` these have no place in the files.
         weights_paging: of their working copies; see `ResidentChunks`.
         resume: go on from the step record that is there; otherwise what an earlier run left is overwritten.
         resume_from: go on from the snapshot of this name, which stays; what an earlier run left is overwritten.

@@ -33,6 +33,8 @@ class UpdateRules:
     max_gradient_norm: float = 1.0
     clip_updates: ClipUpdate = ClipUpdate.AUTO
     gradient_buffers: GradientBuffers = GradientBuffers.AUTO
+    first_clip_updates: ClipUpdate = ClipUpdate.DEFER
+    """With `clip_updates` AUTO, what is done before it was seen how many steps are clipped."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.max_gradient_norm) and self.max_gradient_norm > 0):

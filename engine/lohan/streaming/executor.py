@@ -206,6 +206,11 @@ class Session:
         return UnitGrain.MODULE if any(unit.layout.kind is UnitKind.MODULE for unit in self._units) else UnitGrain.BLOCK
 
     @property
+    def chunk_parameters(self) -> int:
+        """In a chunk at most."""
+        return self._units[0].layout.chunk_parameters
+
+    @property
     def durability(self) -> Durability:
         """What the session's states can be resumed from."""
         return self._stages.states.durability
@@ -312,7 +317,7 @@ def init(
     clip_updates: ClipUpdate | str = ClipUpdate.AUTO,
     gradient_buffers: GradientBuffers | str = GradientBuffers.AUTO,
     durability: Durability = Durability.NONE,
-    ram_state_bytes: int = 0,
+    ram_state_bytes: int | None = None,
     unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
     resume: bool = False,
     resume_from: str | None = None,
@@ -322,7 +327,7 @@ def init(
     kept_units: int | None = None,
     retention: Retention | None = None,
     threads: int = 0,
-    chunk_parameters: int = DEFAULT_CHUNK_PARAMETERS,
+    chunk_parameters: int | None = None,
     debug: DebugMode = DebugMode.OFF,
     trace: Trace | None = None,
 ) -> Session:
@@ -352,20 +357,21 @@ def init(
         gradient_buffers: host memory for gradients that wait for their update: few units', or all; auto takes the plan's, else few.
         durability: whether every step can be resumed, the steps that `Session.commit` is called for, or none. All but none take twice the
             space.
-        ram_state_bytes: host memory for model states; the rest lies in the state directories.
+        ram_state_bytes: host memory for model states, spread over all units; the rest lies in the state directories. None takes the plan's,
+            else none.
         unsafe_filesystems: whether the directories may lie on file systems that are no place for states.
         resume: go on from the step record in the state directories; `weights` are then not needed.
         resume_from: go on from the named snapshot (`Session.keep`) in the state directories instead; it stays as it is.
         weights: where the weights come from; None takes those in the model.
-        plan: gives micro-batch, grain, slots, kept units, gradient buffers and retention where they are left open, and bounds the host
-            memory for slots, gradients, states and kept activations.
+        plan: gives micro-batch, grain, slots, kept units, gradient buffers, states in RAM, chunks, what clipped runs begin with, and
+            retention where they are left open, and bounds the host memory for slots, gradients, states and kept activations.
         slots: parameter buffers on the device that units pass through, at least 2; None takes the plan's, else 3.
         kept_units: how many units' weights stay on the device from forward to backward, in buffers of their own, which saves their second
             load; None takes the plan's, else 0.
         retention: which operators' outputs are kept from forward to backward, and where; None takes the plan's, else none are, and every
             block is computed again.
         threads: for the optimizer; 0 means all CPUs this process may use.
-        chunk_parameters: grain of state I/O, a multiple of 2048.
+        chunk_parameters: grain of state I/O, a multiple of 2048; None takes the plan's, else 32 Mi. States are resumed with their own.
         debug: how the engine helps to find its own faults.
         trace: records some of the steps.
 
@@ -385,7 +391,8 @@ def init(
     grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
     units = find_units(model, grain)
     installation.check_model(model, units)
-    kept = block_decisions(units, _choose_retention(retention, plan))
+    chunk_parameters, ram_bytes, retention = _choose_states(chunk_parameters, ram_state_bytes, retention, plan)
+    kept = block_decisions(units, retention)
     if not resume and resume_from is None:
         installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
@@ -399,7 +406,7 @@ def init(
         [Path(directory) for directory in state_directories],
         device=torch_device,
         precision=precision,
-        states=StateOptions(StateForm.of(precision, states), durability, ram_state_bytes, unsafe_filesystems, resume, resume_from),
+        states=StateOptions(StateForm.of(precision, states), durability, ram_bytes, unsafe_filesystems, resume, resume_from),
         slots=size_slots([layout.elements for layout in layouts], order.backward, working=slots, kept=kept_units),
         threads=threads,
         debug=debug,
@@ -455,11 +462,18 @@ def _choose(
     return micro_batch_size, slots, kept_units
 
 
-def _choose_retention(retention: Retention | None, plan: Plan | None) -> Retention:
-    """What was asked for, else the plan's, else nothing."""
-    if retention is not None:
-        return retention
-    return plan.retention if plan is not None else Retention()
+def _choose_states(
+    chunk_parameters: int | None, ram_state_bytes: int | None, retention: Retention | None, plan: Plan | None
+) -> tuple[int, int, Retention]:
+    """Chunks, states in RAM, and what is kept of activations: what was asked for, else the plan's, else the largest chunks and nothing."""
+    planned = (
+        (plan.chunk_parameters, plan.ram_state_bytes, plan.retention) if plan is not None else (DEFAULT_CHUNK_PARAMETERS, 0, Retention())
+    )
+    return (
+        planned[0] if chunk_parameters is None else chunk_parameters,
+        planned[1] if ram_state_bytes is None else ram_state_bytes,
+        planned[2] if retention is None else retention,
+    )
 
 
 def _choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:
@@ -472,7 +486,7 @@ def _choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:
 def _choose_rules(
     schedule: str, clip: str, max_gradient_norm: float, clip_updates: str, gradient_buffers: str, plan: Plan | None
 ) -> UpdateRules:
-    """What was asked for, with the plan's gradient buffers, or few, where that is left open."""
+    """What was asked for, with the plan's gradient buffers, or few, where that is left open, and what clipped runs begin with."""
     buffers = _member(GradientBuffers, gradient_buffers, "gradient_buffers")
     if buffers is GradientBuffers.AUTO:
         buffers = GradientBuffers(plan.gradient_buffers) if plan is not None else GradientBuffers.FEW
@@ -482,6 +496,7 @@ def _choose_rules(
         max_gradient_norm,
         _member(ClipUpdate, clip_updates, "clip_updates"),
         buffers,
+        ClipUpdate(plan.clip_updates) if plan is not None else ClipUpdate.DEFER,
     )
 
 

@@ -72,7 +72,11 @@ class OptimizerWorker:
         self._keeps_gradients = rules.order.begin is Begin.AFTER_BACKWARD
         # What waits for the backward's end is sorted then; what is speculated instead may overtake.
         self._takes_needed_first = self._keeps_gradients or rules.order.takes_needed_first
-        self.speculation = Speculation(rules.clip_updates, is_possible=can_speculate(rules.schedule, rules.clip, store.durability))
+        self.speculation = Speculation(
+            rules.clip_updates,
+            first=rules.first_clip_updates,
+            is_possible=can_speculate(rules.schedule, rules.clip, store.durability),
+        )
         self._pool = ThreadPool(threads)
         self._sums = GradientSums(arena)
         self._pipeline = ChunkPipeline(

@@ -27,15 +27,16 @@ class Speculation:
     steps redone, speculation is faster where (1 - p) min(B, U) > p (max(B, U) + R - B). Taking back writes nothing and reads what lies
     in RAM, so R is at most about U. For U up to B this is p < 1/2, for U = 2 B it is p < 1/4. Below a quarter speculation is thus faster
     wherever the updates take up to twice the backward, and it writes at most a quarter more to the drives; above it, deferral is taken.
-    `auto` goes by the last 32 steps and defers before it has seen as many. It asks no clock, so that a run that is repeated or resumed
-    decides alike.
+    `auto` goes by the last 32 steps; before it has seen as many it defers, unless the plan expects speculation to be faster. It asks no
+    clock, so that a run that is repeated or resumed decides alike.
 
     Args:
+        first: what `auto` does until then.
         is_possible: see `lohan.planning.schedule.can_speculate`.
     """
 
-    def __init__(self, updates: ClipUpdate, *, is_possible: bool) -> None:
-        self._updates, self._is_possible = updates, is_possible
+    def __init__(self, updates: ClipUpdate, *, is_possible: bool, first: ClipUpdate = ClipUpdate.DEFER) -> None:
+        self._updates, self._is_possible, self._first = updates, is_possible, first
         self._recent: deque[bool] = deque(maxlen=REMEMBERED_STEPS)
         self.speculated_steps = 0
         self.redone_steps = 0
@@ -48,7 +49,8 @@ class Speculation:
             case ClipUpdate.SPECULATE:
                 return self._is_possible
             case ClipUpdate.AUTO:
-                return self._is_possible and len(self._recent) == REMEMBERED_STEPS and sum(self._recent) < MOST_REDONE
+                has_seen = len(self._recent) == REMEMBERED_STEPS or self._first is ClipUpdate.SPECULATE
+                return self._is_possible and has_seen and sum(self._recent) < MOST_REDONE
 
     def note(self, statistics: StepStatistics, *, speculated: bool) -> None:
         """A backward has ended. A step that is left out counts as one to redo: its writes are taken back too."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lohan.config import Precision, RunConfig
+from lohan.config import Precision, RamStates, RunConfig
 from lohan.events import EventType, ExitReason, Phase
 from lohan.models.export import save_pretrained
 from lohan.models.load import empty_model, load_config, open_weights
@@ -95,7 +95,13 @@ class Attempt:
         if checkpoint is None:
             planned = prepare_run(self._config, model_config)
         else:
-            planned = prepare_run(self._config, model_config, micro_batch_size=checkpoint.micro_batch_size, grain=checkpoint.grain)
+            planned = prepare_run(
+                self._config,
+                model_config,
+                micro_batch_size=checkpoint.micro_batch_size,
+                grain=checkpoint.grain,
+                chunk_parameters=checkpoint.chunk_parameters,
+            )
         write_plan(planned.plan, self._directory)
         return planned
 
@@ -161,7 +167,7 @@ class Attempt:
                 clip_updates=engine.clip_updates,
                 gradient_buffers=engine.gradient_buffers,
                 durability=engine.durability,
-                ram_state_bytes=engine.ram_state_bytes,
+                ram_state_bytes=None if isinstance(engine.ram_state_bytes, RamStates) else engine.ram_state_bytes,
                 unsafe_filesystems=engine.unsafe_filesystems,
                 weights=ReportedWeights(weights, self._reporter, self._stop) if weights is not None else None,
                 plan=plan,

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lohan.config import TrainingSection, UnitGrain
 from lohan.data.pack import DataPosition
 from lohan.errors import ResumeError
+from lohan.planning.plan import CHUNK_PARAMETERS
 
 PAYLOAD_VERSION = 1
 PAYLOAD_KEY = "training"
@@ -107,6 +108,8 @@ class Checkpoint(_Part):
     """Another one adds gradients in another order, hence rounds otherwise."""
     grain: UnitGrain = UnitGrain.BLOCK
     """The states are laid out by it."""
+    chunk_parameters: int = CHUNK_PARAMETERS
+    """The states are cut by it; runs of before it was chosen had the largest."""
     data_digest: str
     """`TokenRows.digest`."""
     data: DataPosition

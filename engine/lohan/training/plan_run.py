@@ -52,8 +52,14 @@ class PlannedRun:
         plan = self.plan
         if self.profile is None or plan.forecast is None:
             return None
-        engine = self.engine.model_copy(update={"gradient_buffers": GradientBuffers(plan.gradient_buffers)})
-        fit = Fit(self.workload, self.training, engine, self.hardware, choose_gpu(engine, self.hardware), UnitGrain(plan.grain))
+        chosen = {
+            "gradient_buffers": GradientBuffers(plan.gradient_buffers),
+            "ram_state_bytes": plan.ram_state_bytes,
+            "chunk_parameters": plan.chunk_parameters,
+        }
+        engine = self.engine.model_copy(update=chosen)
+        gpu = choose_gpu(engine, self.hardware)
+        fit = Fit(self.workload, self.training, engine, self.hardware, gpu, UnitGrain(plan.grain), plan.slots)
         policy = ActivationPolicy(plan.policy)
         return Running(fit, self.profile, policy, plan.micro_batch_size, plan.kept_units, plan.retention)
 
@@ -64,13 +70,19 @@ def plan_run(config: RunConfig, model_config: Any = None) -> Plan:
 
 
 def prepare_run(
-    config: RunConfig, model_config: Any = None, *, micro_batch_size: int | None = None, grain: UnitGrain = UnitGrain.AUTO
+    config: RunConfig,
+    model_config: Any = None,
+    *,
+    micro_batch_size: int | None = None,
+    grain: UnitGrain = UnitGrain.AUTO,
+    chunk_parameters: int | None = None,
 ) -> PlannedRun:
     """Trace the model, probe the machine, and divide the bytes. What the run's own states occupy already counts as free.
 
     Args:
         micro_batch_size: of a run that is resumed: taken where it still fits and the configuration names none.
         grain: of a run that is resumed, whose states are laid out by it: taken where the configuration names none.
+        chunk_parameters: likewise: its states are cut by it.
 
     Raises:
         ModelError: the model cannot be used.
@@ -79,7 +91,11 @@ def prepare_run(
     workload = trace_workload(model_config or load_config(config.model.path))
     directories = state_directories(config)
     hardware = _with_own_states(probe(directories), directories)
-    engine = config.engine.model_copy(update={"grain": grain}) if config.engine.grain is UnitGrain.AUTO else config.engine
+    engine = config.engine
+    if engine.grain is UnitGrain.AUTO:
+        engine = engine.model_copy(update={"grain": grain})
+    if engine.chunk_parameters is None:
+        engine = engine.model_copy(update={"chunk_parameters": chunk_parameters})
     profile, corrections = corrected_by_run(config.output.directory, machine_profile(engine, hardware))
 
     def prepared(engine: EngineSection) -> PlannedRun:

@@ -154,6 +154,7 @@ class Steps:
             training=self._training.model_dump(mode="json"),
             micro_batch_size=session.micro_batch_size,
             grain=session.grain,
+            chunk_parameters=session.chunk_parameters,
             data_digest=course.data_digest,
             data=course.sampler.position(steps),
             random=RandomStates.capture(session.device),
