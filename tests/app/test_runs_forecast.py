@@ -156,6 +156,17 @@ def test_states_take_the_host_memory_that_was_reserved_for_them(
     assert load_run_config(settings.run_folder(run.id) / "run.toml").engine.ram_state_bytes == written
 
 
+def test_a_run_that_was_reserved_less_keeps_fewer_states_in_ram(settings: Settings, engine: Engine, owner: Person, model) -> None:
+    plan = plan_of(owner, model)
+    used, states = plan.tier(Tier.RAM).used_bytes, plan.ram_state_bytes
+    assert states > 0
+    for reserved, expected in ((used, states), (used - states // 4, states - states // 4), (used - 2 * states, 0)):
+        run = read_run(engine, make_run(settings, engine, state=RunState.STARTING, plan=plan.model_dump(mode="json")))
+        run.reserved_ram_bytes = reserved
+        write_run_files(settings, run, settings.model_dirs[0], device="cpu:0")
+        assert load_run_config(settings.run_folder(run.id) / "run.toml").engine.ram_state_bytes == expected
+
+
 def test_runs_on_several_devices_share_host_memory(
     app: FastAPI, owner: Person, model, settings: Settings, facts: HardwareFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,26 @@ def test_host_memory_has_to_fit_beside_what_others_were_promised_and_what_is_fre
     assert "host memory" in str(fit(Need("auto", 10 * GIB, 0), crowded, []))
 
 
+def test_a_run_that_may_keep_states_on_the_drives_takes_what_host_memory_there_is():
+    """Rather than to wait for more: states in RAM are copies, which save reads."""
+    crowded = replace(MACHINE, ram_free_bytes=10 * GIB + RAM_RESERVE_BYTES)
+    assert fit(Need("auto", 12 * GIB, 0, spare_ram_bytes=4 * GIB), crowded, []) == Reservation(["cpu:0"], 10 * GIB, 0)
+    assert fit(Need("auto", 9 * GIB, 0, spare_ram_bytes=4 * GIB), crowded, []) == Reservation(["cpu:0"], 9 * GIB, 0)
+    assert "needs 11.00 GiB, free 10.00 GiB" in str(fit(Need("auto", 15 * GIB, 0, spare_ram_bytes=4 * GIB), crowded, []))
+
+
+@pytest.mark.parametrize(
+    ("durability", "asked", "spare"),
+    [("step", "auto", 2), ("snapshot", None, 2), ("none", "auto", 0), ("step", 2 * GIB, 0), ("step", 0, 0)],
+)
+def test_only_copies_that_the_plan_chose_can_be_spared(settings, engine, durability, asked, spare):
+    items = [{"name": "model states", "bytes": 2 * GIB, "formula": ""}, {"name": "process base", "bytes": GIB, "formula": ""}]
+    plan = {"durability": durability, "tiers": [{"tier": "ram", "capacity_bytes": 9 * GIB, "items": items}]}
+    run = read_run(engine, make_run(settings, engine, plan=plan))
+    run.settings = {"engine": {} if asked is None else {"ram_state_bytes": asked}}
+    assert need_of(run) == Need("auto", 3 * GIB, 0, spare_ram_bytes=spare * GIB)
+
+
 def test_space_that_another_run_is_about_to_fill_is_not_given_twice() -> None:
     other = active(reserved_ssd_bytes=60 * GIB)
     assert "state directories" in str(fit(Need("auto", 0, 41 * GIB), MACHINE, [other]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lohan.config import Durability, RamStates
 from lohan.hardware.probe import probe
 from lohan.planning.fit import RAM_RESERVE_BYTES, ssd_capacity
+from lohan.planning.footprint import RAM_STATES
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
 from lohan_app.entities import Run
@@ -35,6 +37,8 @@ class Need:
     ram_bytes: int
     ssd_bytes: int
     """Over all state directories, evenly."""
+    spare_ram_bytes: int = 0
+    """Of the host memory, copies of states that the plan put there and that the run can do without: it then reads them from the drives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,24 @@ def look_at_machine(settings: Settings) -> Machine:
 def need_of(run: Run, *, states_bytes: int = 0) -> Need:
     """What the run's plan asks for, less what its states of an earlier attempt occupy; without a plan it asks for its device alone."""
     device = str(run.settings.get("engine", {}).get("device", "auto"))
-    used = {Tier(tier["tier"]): sum(item["bytes"] for item in tier["items"]) for tier in (run.plan or {}).get("tiers", [])}
-    return Need(device, used.get(Tier.RAM, 0), max(0, used.get(Tier.SSD, 0) - states_bytes))
+    plan, asked = run.plan or {}, run.settings.get("engine", {}).get("ram_state_bytes", RamStates.AUTO)
+    # Without durability, what lies in RAM has no place on the drives.
+    is_spare = asked == RamStates.AUTO and plan.get("durability") in (Durability.STEP, Durability.SNAPSHOT)
+    used = {Tier(tier["tier"]): sum(item["bytes"] for item in tier["items"]) for tier in plan.get("tiers", [])}
+    ssd_bytes = max(0, used.get(Tier.SSD, 0) - states_bytes)
+    return Need(device, used.get(Tier.RAM, 0), ssd_bytes, spare_ram_bytes=states_in_ram(plan) if is_spare else 0)
+
+
+def states_in_ram(plan: Mapping[str, Any]) -> int:
+    """Bytes of model states that a plan puts in host memory."""
+    return sum(
+        item["bytes"] for tier in plan.get("tiers", ()) if tier["tier"] == Tier.RAM for item in tier["items"] if item["name"] == RAM_STATES
+    )
 
 
 def fit(need: Need, machine: Machine, active: Sequence[Run]) -> Reservation | str:
-    """The reservation, if the run fits beside the `active` ones; otherwise the reason why not, in words."""
+    """The reservation, if the run fits beside the `active` ones, with as many of its states in RAM as then have room; otherwise the reason
+    why not, in words."""
     taken = {device: run for run in active for device in run.devices}
     suitable = _suitable(machine.devices, need.device)
     if not suitable:
@@ -76,13 +92,14 @@ def fit(need: Need, machine: Machine, active: Sequence[Run]) -> Reservation | st
     promised = sum(run.reserved_ram_bytes for run in active)
     # What another run has reserved but not yet taken is free in the kernel's eyes, so both views must have room.
     ram_room = max(0, min(machine.ram_total_bytes - promised, machine.ram_free_bytes) - RAM_RESERVE_BYTES)
-    if need.ram_bytes > ram_room:
-        return f"Waits for host memory: needs {format_bytes(need.ram_bytes)}, free {format_bytes(ram_room)}."
+    ram_bytes = max(need.ram_bytes - need.spare_ram_bytes, min(need.ram_bytes, ram_room))
+    if ram_bytes > ram_room:
+        return f"Waits for host memory: needs {format_bytes(ram_bytes)}, free {format_bytes(ram_room)}."
     # States are preallocated before the first step; until then their space still looks free.
     ssd_room = max(0, machine.ssd_free_bytes - sum(run.reserved_ssd_bytes for run in active if run.step == 0))
     if need.ssd_bytes > ssd_room:
         return f"Waits for space in the state directories: needs {format_bytes(need.ssd_bytes)}, free {format_bytes(ssd_room)}."
-    return Reservation([free[0]], need.ram_bytes, need.ssd_bytes)
+    return Reservation([free[0]], ram_bytes, need.ssd_bytes)
 
 
 def _suitable(devices: Sequence[str], asked: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from lohan.config import EngineSection, RamStates, RunConfig, parse_run_config
 from lohan.errors import ConfigError
 from lohan.hardware.probe import occupied_bytes, probe
+from lohan.planning.tiers import Tier
 from lohan_app.entities import BaseModel, Run
 from lohan_app.hardware.service import measured
 from lohan_app.settings import Settings
@@ -64,7 +65,7 @@ def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> R
         "unsafe_filesystems": settings.unsafe_filesystems,
     }
     if engine.get("ram_state_bytes", RamStates.AUTO) == RamStates.AUTO and run.plan is not None:
-        engine["ram_state_bytes"] = run.plan.get("ram_state_bytes", 0)  # what is reserved: the trainer sees no other run's reservation
+        engine["ram_state_bytes"] = _reserved_for_states(run, run.plan)
     if (run.plan or {}).get("forecast") is not None and _is_measured(settings, device):
         engine["profiles"] = str(settings.profiles_folder)
     values = {
@@ -75,6 +76,13 @@ def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> R
         "output": {"directory": str(files.folder)},
     }
     return parse_run_config(values, place=f"run {run.id}")
+
+
+def _reserved_for_states(run: Run, plan: Mapping[str, Any]) -> int:
+    """Host memory for states: the plan's, less what the reservation is short of. The trainer sees no other run's reservation."""
+    planned = sum(item["bytes"] for tier in plan.get("tiers", ()) if tier["tier"] == Tier.RAM for item in tier["items"])
+    short = max(0, planned - run.reserved_ram_bytes) if run.reserved_ram_bytes else 0
+    return max(0, int(plan.get("ram_state_bytes", 0)) - short)
 
 
 def _is_measured(settings: Settings, device: str) -> bool:

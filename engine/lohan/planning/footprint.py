@@ -287,6 +287,10 @@ def state_items(sizes: Sizes, placement: Placement) -> tuple[PlanItem, ...]:
     return (*items, PlanItem(name="exported model", bytes=sizes.itemsize * sizes.parameters, formula=exported))
 
 
+RAM_STATES = "model states"
+"""What lies in RAM of them, as an item of a plan."""
+
+
 def ram_state_items(placement: Placement) -> tuple[PlanItem, ...]:
     """What of the states lies in RAM."""
     if not placement.ram_bytes:
@@ -295,7 +299,7 @@ def ram_state_items(placement: Placement) -> tuple[PlanItem, ...]:
     if placement.durability is Durability.SNAPSHOT:
         what += ", written to the drives at every snapshot"
     share = placement.ram_bytes / placement.total_bytes
-    return (PlanItem(name="model states", bytes=placement.ram_bytes, formula=f"{share:.0%} of all, in whole chunks: {what}"),)
+    return (PlanItem(name=RAM_STATES, bytes=placement.ram_bytes, formula=f"{share:.0%} of all, in whole chunks: {what}"),)
 
 
 def ssd_bytes_read(sizes: Sizes, placement: Placement, kept_units: int) -> int:

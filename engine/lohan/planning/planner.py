@@ -250,7 +250,8 @@ def _with_gradient_buffers(fit: Fit, micro_batch: int) -> Fit:
     if fit.engine.gradient_buffers is not GradientBuffers.AUTO:
         return fit
     every = fit.with_engine(gradient_buffers=GradientBuffers.ALL)
-    _, on_host = every.memory(micro_batch, 0, every.inputs_placed(micro_batch, 0))
+    needed = every.with_ram_states(every.least_ram_states()) if every.chooses_ram_states else every
+    _, on_host = needed.memory(micro_batch, 0, needed.inputs_placed(micro_batch, 0))
     if fit.chooses_gradient_buffers and on_host.used_bytes <= on_host.capacity_bytes:
         return every
     return fit.with_engine(gradient_buffers=GradientBuffers.FEW)
