@@ -352,6 +352,42 @@ def test_both_agree_on_a_large_model(in_ram, durability, order):
         assert predicted == pytest.approx(played, rel=0.05)
 
 
+@pytest.mark.parametrize("schedule", ["optimized", "serial"])
+def test_spread_states_keep_drives_and_optimizer_busy_together(schedule):
+    """Half of 13B parameters in RAM: with the first units whole, drives and optimizer wait for each other in turns."""
+    spread = gpt_13b(0.5, Durability.NONE)
+    tiers = [chunk.tier for unit in spread.units for chunk in unit.chunks]
+    in_ram = tiers.count(Tier.RAM)
+    number = count()
+    first = replace(
+        spread,
+        units=tuple(
+            UnitShape(tuple(replace(chunk, tier=Tier.RAM if next(number) < in_ram else Tier.SSD) for chunk in unit.chunks))
+            for unit in spread.units
+        ),
+    )
+    played = [predicted_and_played(shape, ORDERS[schedule], 16, Amounts())[1] for shape in (spread, first)]
+    assert played[0] < 0.92 * played[1]
+
+
+def test_a_chunk_on_the_drives_is_read_ahead_past_those_in_ram():
+    """Its read waits for no update of the chunks in RAM before it, as far as another on the drives is still to be updated."""
+    spread = gpt_13b(0.75, Durability.NONE)
+    operations = step_operations(spread, ORDERS["serial"])
+    tiers = {(unit, number): chunk.tier for unit, shape in enumerate(spread.units) for number, chunk in enumerate(shape.chunks)}
+    updates = [operation for operation in operations if operation.kind is KIND.UPDATE]
+    places = {(operation.unit, operation.chunk): place for place, operation in enumerate(updates)}
+    waits = 0
+    for operation in operations:
+        if operation.kind is KIND.STATES_READ:
+            awaited = [operations[index] for index in operation.after if operations[index].kind is KIND.UPDATE]
+            assert all(tiers[other.unit, other.chunk] is Tier.SSD for other in awaited)
+            between = [places[operation.unit, operation.chunk] - places[other.unit, other.chunk] for other in awaited]
+            assert not between or min(between) > 2, "three in RAM lie between two on the drives"
+            waits += bool(between)
+    assert waits > 50
+
+
 @pytest.mark.parametrize("in_ram", [0, 1])
 @pytest.mark.parametrize(("ram_gb", "ssd_gb"), [(100, 0), (200, 0), (50, 60), (0, 80)])
 def test_both_agree_on_what_swapped_activations_cost(in_ram, ram_gb, ssd_gb):
