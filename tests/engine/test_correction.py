@@ -26,10 +26,11 @@ BATCH = 32
 def running(rates: HardwareProfile | None = None, *, ram_gib: int = 256, **engine) -> tuple[Plan, Running]:
     """A plan by these figures, and the run that follows it."""
     rates = rates or profile()
-    settings = EngineSection(**({"durability": "none"} | engine))
+    settings = EngineSection(**({"durability": "none", "ram_state_bytes": 0} | engine))
     hardware = machine(gpu_gib=24, ram_gib=ram_gib)
     plan = plan_of(workload(), hardware=hardware, engine=settings, batch_size=BATCH, sequence_length=LENGTH, profile=rates)
-    settings = settings.model_copy(update={"gradient_buffers": GradientBuffers(plan.gradient_buffers)})
+    chosen = {"gradient_buffers": GradientBuffers(plan.gradient_buffers), "ram_state_bytes": plan.ram_state_bytes}
+    settings = settings.model_copy(update=chosen)
     training = TrainingSection(batch_size=BATCH, sequence_length=LENGTH)
     fit = Fit(workload(), training, settings, hardware, choose_gpu(settings, hardware), UnitGrain(plan.grain))
     return plan, Running(fit, rates, settings.policy, plan.micro_batch_size, plan.kept_units, plan.retention)
@@ -83,8 +84,9 @@ def corrected(of: Running, on: Running, *lengths: int) -> Correction | None:
 
 
 # ---------------------------------------------------------------- whether a forecast is wrong
-def test_what_a_plan_foresees_is_what_it_is_held_against():
-    plan, run = running()
+@pytest.mark.parametrize("ram_state_bytes", [0, "auto"])
+def test_what_a_plan_foresees_is_what_it_is_held_against(ram_state_bytes):
+    plan, run = running(ram_state_bytes=ram_state_bytes, ram_gib=64)
     assert run.decision.seconds.total == pytest.approx(plan.forecast.step_seconds, rel=1e-12)
     assert run.decision.retention == plan.retention
     assert corrected(run, run) is None

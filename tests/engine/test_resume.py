@@ -12,7 +12,6 @@ import pytest
 
 from lohan.cli.show import describe
 from lohan.config import Durability, RunConfig, parse_run_config
-from lohan.errors import ResumeError
 from lohan.events import EventType, EventWriter, ExitReason, Phase
 from lohan.hardware.probe import occupied_bytes, probe
 from lohan.planning.fit import SSD_RESERVE_BYTES
@@ -21,7 +20,7 @@ from lohan.planning.tiers import Tier
 from lohan.states.record import FOLDER, read_record
 from lohan.streaming.executor import Session
 from lohan.training.loop import train
-from lohan.training.plan_run import plan_run, state_directories
+from lohan.training.plan_run import plan_run, prepare_run, state_directories
 from lohan.training.reporter import next_attempt
 from tests.engine.resumed_runs import STEPS, check_equal, events_of, make_config
 from tests.fixtures.rows import messages_rows, write_jsonl
@@ -85,13 +84,13 @@ def test_a_run_goes_on_with_other_states_in_ram(tmp_path, tmp_path_factory, refe
 
 def test_a_run_goes_on_with_the_chunks_it_began_with(tmp_path, tmp_path_factory, references):
     """Whatever a plan that is made anew would choose."""
-    train_until(make_config(tmp_path, chunk_parameters=8192), 4)
+    train_until(make_config(tmp_path, chunk_parameters=2048), 4)
     config = make_config(tmp_path, ram_state_bytes="auto")
-    assert plan_run(config).chunk_parameters != 8192
+    assert plan_run(config).chunk_parameters != 2048
     train_until(config, 8)
-    assert Plan.model_validate_json((config.output.directory / "plan.json").read_text()).chunk_parameters == 8192
-    with pytest.raises(ResumeError, match="chunks of another size"):
-        train(make_config(tmp_path, chunk_parameters=16384))
+    assert Plan.model_validate_json((config.output.directory / "plan.json").read_text()).chunk_parameters == 2048
+    assert train(make_config(tmp_path, chunk_parameters=4096)) is ExitReason.FAILED
+    assert "chunks of another size" in events_of(config, EventType.EXIT)[-1]["error"]["message"]
     assert train(config) is ExitReason.SUCCEEDED
     check_equal(config, reference(references, tmp_path_factory, "fp32"))
 
@@ -262,5 +261,5 @@ def test_the_micro_batch_of_before_is_taken_where_it_fits(tmp_path):
     config = make_config(tmp_path)
     free = config.model_copy(update={"engine": config.engine.model_copy(update={"micro_batch_size": None})})
     assert plan_run(free).micro_batch_size == 4
-    assert plan_run(free, micro_batch_size=2).micro_batch_size == 2
-    assert plan_run(config, micro_batch_size=2).micro_batch_size == 3
+    assert prepare_run(free, micro_batch_size=2).plan.micro_batch_size == 2
+    assert prepare_run(config, micro_batch_size=2).plan.micro_batch_size == 3

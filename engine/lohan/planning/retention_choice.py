@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -92,7 +92,7 @@ class ActivationDecision:
     """None where nothing was searched for, or there is nothing to keep."""
     memory_bound: bool = False
     """Whether more would be kept if the tiers held more."""
-    sweep: Sweep | None = None
+    sweep: Sweep | None = field(default=None, compare=False)
     """What was searched along."""
     shortest_seconds: float = 0.0
     """Of the shortest step found, where a longer one was asked for that moves less."""
