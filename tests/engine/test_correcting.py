@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lohan.config import RunConfig
-from lohan.errors import CapacityError
+from lohan.errors import CapacityError, ConfigError
 from lohan.events import EventType, ExitReason
 from lohan.hardware.profile_files import load_profile
 from lohan.planning.choice import Choice
@@ -132,6 +132,22 @@ def test_where_there_is_no_room_the_run_goes_on_as_it_was(tmp_path, monkeypatch)
     assert told["new_seconds"] == told["corrected_seconds"]
     assert plan_of(config).retention == before
     assert [event["message"] for event in events_of(config, EventType.WARNING)] == ["The run goes on as it was planned: nothing is left."]
+
+
+def test_what_cannot_be_corrected_or_written_leaves_the_run_alone(tmp_path, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise ConfigError("there is no rate", place="hardware profile", remedy="Measure again.")
+
+    monkeypatch.setattr(correcting, "correct", refuse)
+    first = wrong_run(tmp_path / "refused")
+    assert trained(first)[2] == []
+    monkeypatch.undo()
+    second = wrong_run(tmp_path / "unwritten")
+    (second.output.directory / (CORRECTION_FILE + ".tmp")).mkdir(parents=True)
+    _, _, (told,) = trained(second)
+    assert told["outcome"] == "kept"
+    said = [event["message"] for config in (first, second) for event in events_of(config, EventType.WARNING)]
+    assert said == ["The forecast cannot be corrected: there is no rate.", "The corrected plan cannot be written: Is a directory."]
 
 
 def test_a_resumed_run_begins_with_what_was_corrected(tmp_path, monkeypatch):

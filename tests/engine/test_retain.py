@@ -132,6 +132,9 @@ def test_what_is_held_and_moved_is_the_new_decisions(tmp_path):
         assert not {"lohan-kept-writer", "lohan-kept-reader"} & set(our_threads())
         session.retain(MIXED)
         assert tiers_of(session) is tiers, "streams are made once"
+        kept = session._stages.kept.now
+        session.retain(MIXED)
+        assert session._stages.kept.now is kept, "there is nothing to change"
 
 
 def test_many_switches_leave_nothing_behind(tmp_path):
@@ -338,11 +341,11 @@ def test_switching_changes_no_bit_on_a_gpu(options, tmp_path):
 
 @pytest.mark.gpu
 def test_switches_leave_no_memory_on_a_gpu(tmp_path):
-    model = make_llama()
+    model = make_llama(attention="eager")
     with open_session(model, adamw(model), tmp_path, device="cuda") as session:
         sizes = []
         for _ in range(4):
-            for retention in (in_tier("gpu", LABELS), KEPT_OUTSIDE, NOTHING):
+            for retention in (in_tier("gpu", EAGER_LABELS), KEPT_OUTSIDE, NOTHING):
                 session.retain(retention)
                 model(**on_device_of(model, make_batches(1)[0])).loss.backward()
             session.wait()

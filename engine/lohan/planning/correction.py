@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 SKIPPED_STEPS = 1
 """Of a decision: the first step makes its buffers (page-locking takes half a second a GB), and has no updates of a step before it."""
 MEASURED_STEPS = 3
-"""The fewest whose median one disturbed step does not move. A step's rhythm is there after the first: more would only cost time."""
+"""The fewest whose median one disturbed step does not move. Steps come to their rhythm within two, so that one of these at most may still
+be off it; more would only follow a wrong plan for longer."""
 WRONG_BEYOND = 0.10
 """A forecast is wrong where the measured steps differ by more than this part of it."""
 BETTER_BY = 0.03

@@ -82,6 +82,8 @@ class KeptStage:
             StorageError: there is too little space in the state directories, or one cannot be used.
         """
         before = self.now
+        if before is not None and (before.decisions, before.limits) == (decisions, limits):
+            return
         self._end()
         try:
             self.begin(decisions, limits)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lohan.errors import CapacityError, StorageError
+from lohan.errors import CapacityError, LohanError, StorageError
 from lohan.events import EventType
 from lohan.planning.corrected_plan import corrected_plan
 from lohan.planning.correction import MEASURED_STEPS, MOST_CORRECTIONS, SKIPPED_STEPS, Correction, MeasuredStep, correct
@@ -77,21 +77,30 @@ class PlanWatch:
     def _judge(self, step: int) -> None:
         assert self._running is not None and self._trace is not None, "steps are measured against a forecast"
         traces = [] if self._trace.dropped_spans else self._trace.steps
-        correction = correct(self._running, self._steps, traces)
-        self._steps = []
+        steps, self._steps = self._steps, []
+        running, self._running = self._running, None
+        try:
+            correction = correct(running, steps, traces)
+        except LohanError as error:  # the run goes on as it was planned
+            self._reporter.warn(f"The forecast cannot be corrected: {error.message}.", error.remedy)
+            return
         if correction is None:
-            self._running = None
             return
         self._corrections += 1
-        CorrectedProfile(corrections=self._corrections, profile=correction.running.profile).save(self._directory)
         outcome = self._change(correction)
         self._plan = corrected_plan(self._plan, correction, retention_changed=outcome is Outcome.CHANGED)
-        write_plan(self._plan, self._directory)
+        self._save(correction)
         self._say(step, correction, outcome)
-        self._running = None
         if outcome is Outcome.CHANGED:
             self._running = replace(correction.running, retention=self._plan.retention)
             self._first = step + 1 + SKIPPED_STEPS
+
+    def _save(self, correction: Correction) -> None:
+        try:
+            CorrectedProfile(corrections=self._corrections, profile=correction.running.profile).save(self._directory)
+            write_plan(self._plan, self._directory)
+        except OSError as error:  # a resumed run corrects again
+            self._reporter.warn(f"The corrected plan cannot be written: {error.strerror or error}.", "Make room in the run's folder.")
 
     def _change(self, correction: Correction) -> Outcome:
         if correction.better is None:

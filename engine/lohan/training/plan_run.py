@@ -64,9 +64,11 @@ class PlannedRun:
         return Running(fit, self.profile, policy, plan.micro_batch_size, plan.kept_units, plan.retention)
 
 
-def plan_run(config: RunConfig, model_config: Any = None) -> Plan:
-    """The plan of a run that begins now; raises as `prepare_run`."""
-    return prepare_run(config, model_config).plan
+def plan_run(
+    config: RunConfig, model_config: Any = None, *, micro_batch_size: int | None = None, grain: UnitGrain = UnitGrain.AUTO
+) -> Plan:
+    """The plan alone; arguments and errors are `prepare_run`'s."""
+    return prepare_run(config, model_config, micro_batch_size=micro_batch_size, grain=grain).plan
 
 
 def prepare_run(
