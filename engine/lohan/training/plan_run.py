@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lohan.config import ActivationPolicy, EngineSection, GradientBuffers, RunConfig, TrainingSection, UnitGrain
+from lohan.config import ActivationPolicy, EngineSection, GradientBuffers, KernelSet, RunConfig, TrainingSection, UnitGrain
 from lohan.errors import CapacityError
 from lohan.hardware.probe import HardwareFacts, occupied_bytes, probe
 from lohan.hardware.profile import HardwareProfile
@@ -53,6 +53,7 @@ class PlannedRun:
         if self.profile is None or plan.forecast is None:
             return None
         chosen = {
+            "kernels": KernelSet(plan.kernels),
             "gradient_buffers": GradientBuffers(plan.gradient_buffers),
             "ram_state_bytes": plan.ram_state_bytes,
             "chunk_parameters": plan.chunk_parameters,
