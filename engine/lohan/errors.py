@@ -94,5 +94,9 @@ class EngineError(LohanError, RuntimeError):
     """The engine was used in a way it cannot honour, or one of its background stages failed; no state was changed after it."""
 
 
+class NonFiniteError(LohanError, ArithmeticError):
+    """Too many steps in a row had a loss or gradients that are NaN or infinite: what the run learns from here on is nothing."""
+
+
 class StopRequested(LohanError):  # noqa: N818 - a request, not a fault
     """The run was asked to stop (cancel, or SIGTERM) and did so at a step boundary."""

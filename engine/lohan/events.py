@@ -43,7 +43,8 @@ class EventType(StrEnum):
     WARNING = "warning"
     """`message`, `remedy`."""
     EXIT = "exit"
-    """The trainer's last event: `reason` (an `ExitReason`), `error` (`LohanError.to_dict()`, or null)."""
+    """The trainer's last event: `reason` (an `ExitReason`), `error` (`LohanError.to_dict()` with `cause`, a `FailureCause`; or null),
+    `stopped_step` (the step after which the training was ended by a request and its weights exported, or null)."""
 
 
 class Phase(StrEnum):
@@ -62,8 +63,38 @@ class ExitReason(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    PAUSED = "paused"
+    """By request; the run goes on from its last recorded step when somebody asks for it."""
     INTERRUPTED = "interrupted"
-    """SIGTERM without a request to cancel: the host or unit stops; the run is started again when it is back."""
+    """SIGTERM without a request: the host or unit stops; the run is started again when it is back."""
+
+
+class FailureCause(StrEnum):
+    """What failed, as far as it decides what to do about it."""
+
+    GPU_MEMORY = "gpu_memory"
+    HOST_MEMORY = "host_memory"
+    """An allocation was refused, or the kernel's `oom_kill` counter says that it killed."""
+    DISK_FULL = "disk_full"
+    STORAGE = "storage"
+    """A drive or a file system failed otherwise."""
+    NON_FINITE = "non_finite"
+    """Too many steps in a row had a loss or gradients that are NaN or infinite."""
+    DATA = "data"
+    MODEL = "model"
+    SETTINGS = "settings"
+    RESUME = "resume"
+    """What was to be gone on from is missing, damaged or another run's."""
+    CAPACITY = "capacity"
+    """The machine has too little of something, known before it ran out."""
+    LOST_GPU = "lost_gpu"
+    """The GPU or its driver stopped answering."""
+    KILLED = "killed"
+    """A signal from outside, or one that the program gave itself."""
+    HUNG = "hung"
+    """No sign of life for longer than the limit; the supervisor killed it."""
+    PROGRAM = "program"
+    """Everything else: a fault of the program."""
 
 
 def _json_ready(value: Any) -> Any:

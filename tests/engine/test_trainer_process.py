@@ -17,10 +17,10 @@ import torch
 from lohan.cli.commands import ExitCode
 from lohan.cli.show import describe
 from lohan.config import load_run_config
-from lohan.errors import DataError, EngineError
-from lohan.events import EventReader, EventType
+from lohan.errors import CapacityError, ConfigError, DataError, EngineError, NonFiniteError, ResumeError, StorageError
+from lohan.events import EventReader, EventType, FailureCause
 from lohan.planning.plan import Plan
-from lohan.training.failures import as_error, write_stack
+from lohan.training.failures import as_error, is_out_of_space, to_fields, write_stack
 from lohan.training.metrics import Clock, MeanLoss
 from lohan.training.run_lock import RunLockedError, hold_run
 from tests.fixtures.rows import messages_rows, write_jsonl
@@ -99,7 +99,7 @@ def test_terminated_trainer_finishes_its_step_and_says_interrupted(endless, tmp_
     endless.send_signal(signal.SIGTERM)
     assert endless.wait(timeout=120) == ExitCode.INTERRUPTED
     events = events_of(tmp_path)
-    assert events[-1] == ("exit", {"reason": "interrupted", "error": None})
+    assert events[-1] == ("exit", {"reason": "interrupted", "error": None, "stopped_step": None})
     assert events[-2][0] == "step"
     assert list((tmp_path / "run").glob("**/*.bin")), "the states stay, to be resumed from"
     assert not (tmp_path / "run" / "export").exists()
@@ -113,7 +113,7 @@ def test_cancel_is_read_from_the_control_file_without_a_signal(endless, tmp_path
     control.with_suffix(".new").write_text(json.dumps({"wanted": "cancel"}))
     control.with_suffix(".new").rename(control)
     assert endless.wait(timeout=120) == ExitCode.CANCELLED
-    assert events_of(tmp_path)[-1] == ("exit", {"reason": "cancelled", "error": None})
+    assert events_of(tmp_path)[-1] == ("exit", {"reason": "cancelled", "error": None, "stopped_step": None})
 
 
 def test_second_trainer_on_the_folder_is_refused_and_writes_nothing(endless, tmp_path):
@@ -297,6 +297,51 @@ def test_every_end_has_words(make, kind, message, remedy):
     assert message in error.message
     assert "\n" not in error.message
     assert remedy in (error.remedy or "")
+
+
+class AcceleratorError(RuntimeError):
+    """As torch raises it since 2.8: with CUDA's number."""
+
+    def __init__(self, message: str, error_code: int) -> None:
+        super().__init__(message)
+        self.error_code = error_code
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (lambda: torch.OutOfMemoryError("CUDA out of memory."), FailureCause.GPU_MEMORY),
+        (lambda: chained(torch.OutOfMemoryError("CUDA out of memory.")), FailureCause.GPU_MEMORY),
+        (MemoryError, FailureCause.HOST_MEMORY),
+        (full_drive_error, FailureCause.DISK_FULL),
+        (lambda: StorageError("pwrite failed: no space", place="/s/a.bin", errno=28), FailureCause.DISK_FULL),
+        (lambda: chained(StorageError("pwrite failed: quota", place="/s/a.bin", errno=122)), FailureCause.DISK_FULL),
+        (lambda: StorageError("pread failed: I/O error", place="/s/a.bin", errno=5), FailureCause.STORAGE),
+        (lambda: PermissionError(13, "Permission denied", "/x/y"), FailureCause.STORAGE),
+        (lambda: NonFiniteError("nan"), FailureCause.NON_FINITE),
+        (lambda: DataError("odd"), FailureCause.DATA),
+        (lambda: ConfigError("odd"), FailureCause.SETTINGS),
+        (lambda: ResumeError("odd"), FailureCause.RESUME),
+        (lambda: CapacityError("small", need_bytes=2, have_bytes=1), FailureCause.CAPACITY),
+        (lambda: AcceleratorError("CUDA error: words of tomorrow", 999), FailureCause.LOST_GPU),
+        (lambda: AcceleratorError("CUDA error: device-side assert triggered", 710), FailureCause.PROGRAM),
+        (lambda: RuntimeError("CUDA error: unspecified launch failure\nmore"), FailureCause.LOST_GPU),
+        (lambda: RuntimeError("CUDA error: uncorrectable ECC error encountered"), FailureCause.LOST_GPU),
+        (lambda: chained(RuntimeError("CUDA error: unknown error")), FailureCause.LOST_GPU),
+        (lambda: RuntimeError("CUDA error: an illegal memory access was encountered"), FailureCause.PROGRAM),
+        (ZeroDivisionError, FailureCause.PROGRAM),
+    ],
+)
+def test_every_end_has_a_cause(make, cause):
+    fields = to_fields(make())
+    assert fields["cause"] == cause
+    assert fields.keys() == {"kind", "message", "place", "remedy", "cause"}
+    assert fields["message"]
+
+
+def test_a_full_drive_is_found_behind_a_stage_and_nowhere_else():
+    assert is_out_of_space(chained(full_drive_error()))
+    assert not is_out_of_space(chained(PermissionError(13, "Permission denied", "/x/y")))
 
 
 def test_stack_goes_to_the_log_behind_what_is_there(tmp_path):

@@ -95,7 +95,7 @@ def test_events_tell_the_run_in_order(finished):
     started = events_of(finished, EventType.STARTED)[0]
     assert (started["device"], started["precision"], started["total_steps"]) == ("cpu", "fp32", STEPS)
     assert (started["batch_size"], started["micro_batch_size"], started["sequence_length"]) == (8, 3, 96)
-    assert events[-1] == {"type": "exit", "attempt": 1, "seq": len(events), "reason": "succeeded", "error": None}
+    assert events[-1] == {"type": "exit", "attempt": 1, "seq": len(events), "reason": "succeeded", "error": None, "stopped_step": None}
 
 
 def test_steps_report_what_the_page_draws(finished):

@@ -40,12 +40,16 @@ class ExitCode(IntEnum):
     LOCKED = 3
     CANCELLED = 4
     INTERRUPTED = 5
+    PAUSED = 6
+    OUT_OF_SPACE = 7
+    """The drive with the run's folder is full; there was no room even for the last event."""
 
 
 _CODE_OF = {
     ExitReason.SUCCEEDED: ExitCode.SUCCEEDED,
     ExitReason.FAILED: ExitCode.FAILED,
     ExitReason.CANCELLED: ExitCode.CANCELLED,
+    ExitReason.PAUSED: ExitCode.PAUSED,
     ExitReason.INTERRUPTED: ExitCode.INTERRUPTED,
 }
 
@@ -59,6 +63,7 @@ def train(
     """
     from lohan.cli.show import make_show
     from lohan.config import load_run_config
+    from lohan.training.failures import is_out_of_space
     from lohan.training.loop import train as run
     from lohan.training.run_lock import RunLockedError
     from lohan.training.tracing import TraceRequest, check_writable
@@ -78,6 +83,9 @@ def train(
         print_error(error)
         raise typer.Exit(ExitCode.LOCKED) from None
     except OSError as error:
+        if is_out_of_space(error):
+            print(f"lohan: {config.output.directory}: {error.strerror}. Free space, then start the run again.", file=sys.stderr)
+            raise typer.Exit(ExitCode.OUT_OF_SPACE) from None
         # Outside the attempt: the run's folder itself cannot be made or written to.
         print(f"lohan: {config.output.directory}: {error.strerror or error}. Name a folder this user may write to.", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED) from None

@@ -156,7 +156,8 @@ def _describe_exit(fields: dict[str, Any], config: RunConfig) -> str:
     error = fields["error"]
     if error is None:
         result = f": the model is in {config.output.directory / 'export'}" if fields["reason"] == ExitReason.SUCCEEDED else ""
-        return f"{fields['reason']}{result}"
+        early = f", stopped early at step {fields['stopped_step']}" if fields["stopped_step"] is not None else ""
+        return f"{fields['reason']}{early}{result}"
     where = f"{error['place']}: " if error["place"] else ""
     remedy = f"\n  {error['remedy']}" if error["remedy"] else ""
     return f"{fields['reason']}: {where}{error['message']}{remedy}"

@@ -56,7 +56,13 @@ class Attempt:
         if reason in (ExitReason.SUCCEEDED, ExitReason.CANCELLED) or not can_resume(self._config):
             remove_states(self._state_directories)
 
-    def execute(self) -> None:
+    def execute(self) -> int | None:
+        """Do it; returns the step after which the training was ended by a request, None where it did all its steps.
+
+        Raises:
+            StopRequested: the run was asked to be left.
+            Exception: whatever went wrong; `lohan.training.failures` has words for it.
+        """
         model_config = load_config(self._config.model.path)
         rows = prepare_rows(self._config, model_config, self._reporter, self._stop)
         course = Course.of(rows, self._config.training, data_digest=rows.digest if is_resumable(self._config) else "")
@@ -87,9 +93,10 @@ class Attempt:
 
             steps = Steps(session, model, optimizer, course, self._config.training, self._reporter, self._stop, recording, checkpoint)
             before = self._evaluate(model, course, session.device, "before") if checkpoint is None else None
-            steps.run(evaluation_seconds=before, on_step=on_step)
+            done = steps.run(evaluation_seconds=before, on_step=on_step)
             self._evaluate(model, course, session.device, "after")
             self._export(session, model_config)
+        return done if done < course.total_steps else None
 
     def _plan(self, model_config: Any, checkpoint: Checkpoint | None) -> PlannedRun:
         if checkpoint is None:

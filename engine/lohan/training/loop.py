@@ -5,12 +5,12 @@ This module loads no torch, so that the lock is held and the first event is writ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lohan.config import RunConfig
 from lohan.errors import StopRequested
 from lohan.events import EventType, ExitReason, Phase
-from lohan.training.failures import as_error, write_stack
+from lohan.training.failures import to_fields, write_stack
 from lohan.training.reporter import Listener, Reporter, next_attempt
 from lohan.training.run_lock import hold_run
 from lohan.training.stopping import StopWatch
@@ -43,24 +43,35 @@ def train(
     directory = config.output.directory
     with hold_run(directory), StopWatch(directory) as stop:
         reporter = Reporter(directory, attempt=attempt or next_attempt(directory), listener=listener)
-        reason, error, work = ExitReason.FAILED, None, None
+        reason, error, work, stopped_step = ExitReason.FAILED, None, None, None
         try:
             reporter.begin(Phase.PREPARING_DATA, "Starting.")
             from lohan.training.attempt import Attempt
 
             work = Attempt(config, reporter, stop, resume_from=resume_from, trace=trace)
-            work.execute()
+            stopped_step = work.execute()
             reason = ExitReason.SUCCEEDED
         except StopRequested:
             reason = stop.reason
         except KeyboardInterrupt:
             reason = ExitReason.INTERRUPTED
         except Exception as fault:  # noqa: BLE001 - whatever it was, the run's page must say it
-            error = as_error(fault)
+            error = to_fields(fault)
             write_stack(directory, fault)
         finally:
-            reporter.say(EventType.EXIT, reason=str(reason), error=error.to_dict() if error is not None else None)
-            reporter.close()
+            _say_goodbye(reporter, reason, error, stopped_step)
             if work is not None:
                 work.tidy(reason)
         return reason
+
+
+def _say_goodbye(reporter: Reporter, reason: ExitReason, error: dict[str, Any] | None, stopped_step: int | None) -> None:
+    """The last event.
+
+    Raises:
+        OSError: it could not be written, as on a full drive; whoever started the trainer has its exit code alone.
+    """
+    try:
+        reporter.say(EventType.EXIT, reason=str(reason), error=error, stopped_step=stopped_step)
+    finally:
+        reporter.close()

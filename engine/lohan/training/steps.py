@@ -16,7 +16,7 @@ from lohan.events import EventType, Phase
 from lohan.planning.correction import MeasuredStep
 from lohan.streaming.executor import Session
 from lohan.training.checkpoint import Checkpoint, RandomStates, SchedulerState, finite_metrics
-from lohan.training.gradients import gradient_facts, warn_of_skipped_step
+from lohan.training.gradients import FiniteWatch, gradient_facts, warn_of_skipped_step
 from lohan.training.metrics import Clock, learning_rate_factor
 from lohan.training.recording import Recording
 from lohan.training.reporter import Reporter
@@ -70,6 +70,7 @@ class Steps:
         self._recording = recording
         self._metrics: dict[str, Any] = {}  # of the step that was done last
         self._clock = Clock(course.total_steps)
+        self._finite = FiniteWatch()
         self._process = psutil.Process()
         self._first, self._tokens_seen = 0, 0
         if checkpoint is not None:
@@ -78,24 +79,36 @@ class Steps:
             checkpoint.scheduler.restore(self._scheduler)
             checkpoint.random.restore(session.device)
 
-    def run(self, *, evaluation_seconds: float | None = None, on_step: Callable[[MeasuredStep], None] = lambda _: None) -> None:
-        """Do the steps that are left.
+    def run(self, *, evaluation_seconds: float | None = None, on_step: Callable[[MeasuredStep], None] = lambda _: None) -> int:
+        """Do the steps that are left, or as many as are wanted; returns how many of the run's steps are done then.
 
         Args:
             evaluation_seconds: what the evaluation before them took, where there was one.
             on_step: called after every step; its last updates may be under way.
+
+        Raises:
+            StopRequested: the run was asked to stop; where it goes on from has been recorded.
+            NonFiniteError: too many steps in a row had no finite loss or gradients.
         """
         if evaluation_seconds is not None:
             self._clock.afterwards_seconds = evaluation_seconds
         left = self._course.total_steps - self._first
         self._reporter.begin(Phase.TRAINING, f"{left} steps of {self._training.batch_size} rows.")
-        for step in range(self._first, self._course.total_steps):
-            self._stop_if_asked(step)
-            measured, self._metrics = self._step(step)
+        done = self._first
+        while done < self._course.total_steps:
+            self._stop_if_asked(done)
+            # Not before the first step: there would be nothing to keep.
+            if done and self._stop.is_enough:
+                self._record(done, is_last=True)
+                break
+            measured, self._metrics = self._step(done)
+            done += 1
             on_step(measured)
             self._reporter.say(EventType.STEP, **self._metrics)
-            self._record(step + 1)
+            self._finite.note(done, loss=self._metrics["loss"], skipped=self._metrics["skipped"])
+            self._record(done)
         self._recording.finish()
+        return done
 
     def _stop_if_asked(self, steps: int) -> None:
         """Leave the training behind step `steps`, with a record of it where the run will go on."""
