@@ -70,6 +70,10 @@ class Settings(BaseSettings):
     """Largest dataset file that is taken."""
     session_idle_hours: Annotated[int, Field(ge=1, le=24 * 90)] = 24 * 7
     """A browser session ends after this long without a request."""
+    start_silence_seconds: Annotated[float, Field(gt=0)] = 3600
+    """A trainer that has not come to its first step and writes no event for this long is killed and started again."""
+    step_silence_seconds: Annotated[float, Field(gt=0)] = 1800
+    """The same from its first step on; ten steps, where these take longer."""
     worker_memory_bytes: Annotated[int, Field(ge=256 * 1024**2)] = 4 * 1024**3
     """Memory limit of the child processes that read uploaded files."""
     worker_cpu_seconds: Annotated[int, Field(ge=1)] = 1800

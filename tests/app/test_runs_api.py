@@ -1,4 +1,5 @@
-"""Runs over REST: what is refused and why, plans, one run per idempotency key, cancelling, whose eyes."""
+"""Runs over REST: what is refused and why, plans, one run per idempotency key, cancelling, whose eyes. What else is asked of runs:
+test_runs_lifecycle.py."""
 
 from __future__ import annotations
 

@@ -17,7 +17,16 @@ def run(**values: Any) -> RunDetail:
     fields: dict[str, Any] = dict.fromkeys(RunDetail.model_fields)
     fields |= dict.fromkeys(("id", "owner_id", "owner_name", "name", "base_model_id", "base_model_name", "dataset_id"), "x")
     fields |= {"dataset_name": "x", "skip_bad_rows": False, "wanted": Wanted.RUN, "state": RunState.RUNNING, "state_reason": ""}
-    fields |= {"devices": [], "attempt": 1, "phase": "", "step": 0, "total_steps": 0, "created_at": now(), "prepared_at": now()}
+    fields |= {
+        "allowed": [],
+        "devices": [],
+        "attempt": 1,
+        "phase": "",
+        "step": 0,
+        "total_steps": 0,
+        "created_at": now(),
+        "prepared_at": now(),
+    }
     return RunDetail.model_validate(fields | {"settings": {}} | values)
 
 

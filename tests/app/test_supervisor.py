@@ -30,6 +30,7 @@ from lohan_app.runs import repository
 from lohan_app.runs.states import Trigger
 from lohan_app.settings import Settings
 from lohan_app.worker.launcher import RunFiles, TrainerNote
+from lohan_app.worker.patience import Patience
 from lohan_app.worker.processes import holding
 from lohan_app.worker.supervisor import Supervisor
 from lohan_app.worker.verdict import RESUME, RESUME_OR_START_AGAIN, START_AGAIN
@@ -41,9 +42,9 @@ def _clean(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def supervise(settings: Settings, run_id: str, *, cancel_patience_seconds: float = 60.0) -> None:
+def supervise(settings: Settings, run_id: str, *, patience: Patience | None = None) -> None:
     """One whole supervisor, in this process."""
-    supervisor = Supervisor(settings, run_id, trainer_command=TRAINER_COMMAND, cancel_patience_seconds=cancel_patience_seconds)
+    supervisor = Supervisor(settings, run_id, trainer_command=TRAINER_COMMAND, patience=patience)
     assert supervisor.run() == 0
 
 
@@ -287,7 +288,7 @@ def test_a_trainer_that_ignores_the_request_is_killed(settings: Settings, engine
     first.kill()
     first.wait()
     want(engine, run_id, Wanted.CANCEL)
-    supervise(settings, run_id, cancel_patience_seconds=0.5)
+    supervise(settings, run_id, patience=Patience(cancel_seconds=0.5))
     assert read_run(engine, run_id).state is RunState.CANCELLED
     assert not commands_of(settings.data_dir, "scripted_trainer")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fixtures.broker import Queues, running_broker
 from fixtures.processes import no_process_left
-from fixtures.runs import make_run, read_run, want
+from fixtures.runs import make_run, read_run
 from fixtures.scripted_supervisor import SUPERVISOR_COMMAND
 from fixtures.service import BOTH_DATABASES
 from fixtures.waiting import wait_until
@@ -33,8 +33,9 @@ from lohan_app.worker.reservations import Machine, Need, Reservation, fit, look_
 from lohan_app.worker.run_files import state_directories
 from lohan_app.worker.verdict import RESUME, START_AGAIN
 
-MACHINE = Machine(("cpu:0", "cpu:1"), ram_total_bytes=64 * GIB, ram_free_bytes=60 * GIB, ssd_free_bytes=100 * GIB)
-GPUS = Machine(("GPU-a", "GPU-b"), ram_total_bytes=64 * GIB, ram_free_bytes=60 * GIB, ssd_free_bytes=100 * GIB)
+FREE = {"ram_total_bytes": 64 * GIB, "ram_free_bytes": 60 * GIB, "ssd_free_bytes": 100 * GIB, "data_free_bytes": 100 * GIB}
+MACHINE = Machine(("cpu:0", "cpu:1"), **FREE)
+GPUS = Machine(("GPU-a", "GPU-b"), **FREE)
 START_NOTHING = ("/bin/true",)
 
 
@@ -327,10 +328,3 @@ def test_undone_tasks_are_sent_again(settings: Settings, engine: Engine, make: C
     assert queues.take() == [("runs.prepare", old)]
     reconciler.tick()
     assert queues.take() == [], "and not every two seconds"
-
-
-def test_what_was_wanted_later_counts(settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues) -> None:
-    run_id = make_run(settings, engine)
-    want(engine, run_id, Wanted.PAUSE)
-    make().tick()
-    assert read_run(engine, run_id).state is RunState.QUEUED

@@ -9,8 +9,18 @@ import pytest
 
 from lohan_app.entities import Run
 from lohan_app.runs.states import Trigger
-from lohan_app.worker.trainer import TrainerEnd
-from lohan_app.worker.verdict import MAX_LOST_ATTEMPTS, RESUME, RESUME_OR_START_AGAIN, START_AGAIN, Verdict, how_it_goes_on, judge
+from lohan_app.worker.trainer import Killed, TrainerEnd
+from lohan_app.worker.verdict import (
+    BACKOFF_SECONDS,
+    DISK_FULL_SECONDS,
+    MAX_LOST_ATTEMPTS,
+    RESUME,
+    RESUME_OR_START_AGAIN,
+    START_AGAIN,
+    Verdict,
+    how_it_goes_on,
+    judge,
+)
 
 
 def verdict(
@@ -20,9 +30,10 @@ def verdict(
     lost: int = 1,
     goes_on: str = START_AGAIN,
     out_of_memory: bool = False,
+    killed: Killed | None = None,
     log: str = "",
 ) -> Verdict:
-    end = TrainerEnd(status, out_of_memory)
+    end = TrainerEnd(status, out_of_memory, killed, 1800.0 if killed is Killed.HUNG else 0.0)
     return judge(exit_fields, end, lost_attempts=lost, goes_on=goes_on, log_tail=log, log_path="/runs/x/trainer.log")
 
 
@@ -35,6 +46,75 @@ def test_success_is_said_by_the_event_and_a_fall_after_it_takes_nothing_back(sta
 def test_cancelled(fields: dict[str, Any] | None, status: int) -> None:
     assert verdict(fields, status).trigger is Trigger.END_EARLY
     assert verdict(fields, status).problem is None
+
+
+@pytest.mark.parametrize(("fields", "status"), [({"reason": "paused"}, 6), (None, 6), ({"reason": "paused"}, None)])
+def test_paused_is_never_a_failure(fields: dict[str, Any] | None, status: int | None) -> None:
+    assert verdict(fields, status, lost=99, goes_on=RESUME) == Verdict(Trigger.END_EARLY, f"Paused by request. {RESUME}")
+
+
+def test_a_result_that_was_wanted_early_says_of_which_step_it_is() -> None:
+    found = verdict({"reason": "succeeded", "stopped_step": 1200}, 0)
+    assert (found.trigger, found.stopped_step) == (Trigger.SUCCEED, 1200)
+    assert found.reason.startswith("Stopped early at step 1,200")
+    assert verdict({"reason": "succeeded", "stopped_step": None}, 0) == Verdict(Trigger.SUCCEED)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        (
+            {"reason": "failed", "error": {"message": "the drive is full", "place": "/s/a", "cause": "disk_full"}},
+            1,
+            "The drive is full (/s/a).",
+        ),
+        ({"reason": "failed", "error": {"cause": "disk_full"}}, 1, "The drive is full."),
+        (None, 7, "The drive is full (/runs/x/trainer.log)."),
+    ],
+)
+def test_a_full_drive_is_waited_for_however_often(fields: dict[str, Any] | None, status: int, words: str) -> None:
+    for lost in (1, MAX_LOST_ATTEMPTS, 99):
+        assert verdict(fields, status, lost=lost) == Verdict(Trigger.RUN_OUT_OF_SPACE, words, wait_seconds=DISK_FULL_SECONDS)
+
+
+def test_a_lost_gpu_is_tried_again_before_the_run_is_given_up() -> None:
+    error = {"kind": "EngineError", "message": "the GPU stopped answering: x", "place": "GPU", "remedy": "Look.", "cause": "lost_gpu"}
+    for lost in range(1, MAX_LOST_ATTEMPTS):
+        found = verdict({"reason": "failed", "error": error}, 1, lost=lost, goes_on=RESUME)
+        assert (found.trigger, found.wait_seconds) == (Trigger.END_EARLY, BACKOFF_SECONDS[lost - 1])
+        assert found.reason == f"The GPU stopped answering: x (attempt {lost} of {MAX_LOST_ATTEMPTS}). {RESUME}"
+    last = verdict({"reason": "failed", "error": error}, 1, lost=MAX_LOST_ATTEMPTS)
+    assert last.trigger is Trigger.FAIL
+    assert last.problem is not None
+    assert (last.problem["cause"], last.problem["remedy"]) == ("lost_gpu", "Look.")
+
+
+@pytest.mark.parametrize("cause", ["gpu_memory", "host_memory", "non_finite", "data", "model", "settings", "resume", "capacity", "storage"])
+def test_what_the_next_attempt_would_meet_again_fails_at_once(cause: str) -> None:
+    error = {"kind": "LohanError", "message": "odd", "place": None, "remedy": None, "cause": cause}
+    assert verdict({"reason": "failed", "error": error}, 1) == Verdict(Trigger.FAIL, "odd", error)
+
+
+@pytest.mark.parametrize(
+    ("status", "killed", "out_of_memory", "cause"),
+    [
+        (-signal.SIGKILL, None, False, "killed"),
+        (-signal.SIGKILL, None, True, "host_memory"),
+        (-signal.SIGSEGV, None, False, "killed"),
+        (None, None, False, "killed"),
+        # Its own supervisor's SIGKILL is not the kernel's, whatever else was killed meanwhile.
+        (-signal.SIGKILL, Killed.HUNG, True, "hung"),
+        (None, Killed.HUNG, False, "hung"),
+        (-signal.SIGKILL, Killed.BY_REQUEST, True, "killed"),
+        (1, None, False, "program"),
+        (3, None, False, "program"),
+    ],
+)
+def test_every_end_has_its_cause(status: int | None, killed: Killed | None, out_of_memory: bool, cause: str) -> None:
+    found = verdict(None, status, lost=MAX_LOST_ATTEMPTS, killed=killed, out_of_memory=out_of_memory)
+    assert found.problem is not None
+    assert found.problem["cause"] == cause
+    assert found.problem["remedy"]
 
 
 @pytest.mark.parametrize(("fields", "status"), [({"reason": "interrupted"}, 5), (None, 5), ({"reason": "interrupted"}, None)])

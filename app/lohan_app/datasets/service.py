@@ -130,7 +130,7 @@ def sweep_uploads(settings: Settings, engine: Engine) -> None:
         _forget(settings, engine, dataset_id)
     for part in (settings.data_dir / "uploads").glob("*.part"):
         part.unlink(missing_ok=True)
-    for folder in (settings.data_dir / "trash").iterdir():
+    for folder in (settings.data_dir / "trash").glob("dataset_*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,6 +17,8 @@ class Wanted(StrEnum):
 
     RUN = "run"
     PAUSE = "pause"
+    STOP = "stop"
+    """End the training after the step at work, and keep the weights of that step as the run's result."""
     CANCEL = "cancel"
 
 
@@ -36,6 +38,15 @@ class RunState(StrEnum):
 
 
 TERMINAL_STATES = frozenset({RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED})
+
+
+class PauseCause(StrEnum):
+    """Why a run is paused."""
+
+    REQUEST = "request"
+    """Somebody asked for it; it goes on when somebody asks for that."""
+    DISK_FULL = "disk_full"
+    """A drive had no room left; it goes on by itself when there is room again."""
 
 
 class Run(Entity):
@@ -60,7 +71,13 @@ class Run(Entity):
     state_reason: Mapped[str] = mapped_column(Text, default="")
     """Why it waits, paused or failed, in words a user can act on."""
     problem: Mapped[dict[str, Any] | None]
-    """`LohanError.to_dict()` of a failed run."""
+    """`LohanError.to_dict()` of a failed run, with `cause` (a `lohan.events.FailureCause`)."""
+    pause_cause: Mapped[PauseCause | None] = mapped_column(text_enum(PauseCause))
+    """Set while the run is paused."""
+    start_after: Mapped[datetime | None]
+    """Its next attempt does not begin before: a pause for breath after an attempt that came no further."""
+    kill_attempt: Mapped[int | None]
+    """The attempt whose trainer somebody wants killed; a later one is not meant."""
     prepared_at: Mapped[datetime | None]
     """When its rows had been tokenised; only then can it start."""
     epoch: Mapped[int] = mapped_column(default=0)
@@ -85,10 +102,14 @@ class Run(Entity):
     """Mean loss over the evaluation rows before the first step."""
     last_loss: Mapped[float | None]
     """The same after the last step."""
+    stopped_step: Mapped[int | None]
+    """The step whose weights are the result, where somebody ended the training before its last."""
     eta_seconds: Mapped[float | None]
     created_at: Mapped[datetime] = mapped_column(default=now)
     started_at: Mapped[datetime | None]
     finished_at: Mapped[datetime | None]
+    deleted_at: Mapped[datetime | None]
+    """When it was deleted: its files are gone, the row stays for what the queue owes to whom."""
     heartbeat_at: Mapped[datetime | None]
     """When the trainer last wrote an event; shown, and used to notice a hang, never to decide who owns the run."""
 

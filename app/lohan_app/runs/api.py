@@ -13,13 +13,16 @@ from lohan_app.auth.dependencies import Reader, RunWriter
 from lohan_app.context import Context
 from lohan_app.entities import RunState
 from lohan_app.paging import DEFAULT_LIMIT, After, Limit, Page
-from lohan_app.runs import service
+from lohan_app.runs import lifecycle, service
 from lohan_app.runs.archive import content_disposition, file_name_of, stream_zip
+from lohan_app.runs.requests import Request
 from lohan_app.runs.schemas import LogView, MetricsView, PlanRequest, RunDetail, RunRequest, RunView
+from lohan_app.runs.service import Submission
 from lohan_app.runs.stream import parse_event_id
 
 router = APIRouter(tags=["runs"])
 
+IdempotencyKey = Annotated[str | None, Header(description="The same key and body get the same reply, and are acted on once.")]
 # A proxy that buffers (nginx) would hold events back.
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -36,7 +39,7 @@ def submit(
     identity: RunWriter,
     context: Context,
     response: Response,
-    idempotency_key: Annotated[str | None, Header(description="The same key and body get the same reply, and one run.")] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> RunDetail:
     """Queue a run."""
     submission = service.submit(context, identity, body, idempotency_key)
@@ -71,10 +74,71 @@ def log_tail(run_id: str, identity: Reader, context: Context, offset: Annotated[
     return service.log_tail(context, identity, run_id, offset)
 
 
+# ---------------------------------------------------------------- requests
+def _reply(answer: Submission, response: Response) -> RunDetail:
+    if answer.is_replay:
+        response.headers["Idempotent-Replayed"] = "true"
+    return answer.run
+
+
+@router.post("/runs/{run_id}/pause")
+def pause(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
+    """A run at work finishes its step and keeps what it can go on from; one that waits is paused at once."""
+    return _reply(lifecycle.ask(context, identity, run_id, Request.PAUSE, idempotency_key), response)
+
+
+@router.post("/runs/{run_id}/resume")
+def resume(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
+    """Back into the queue; it goes on from its last recorded step."""
+    return _reply(lifecycle.ask(context, identity, run_id, Request.RESUME, idempotency_key), response)
+
+
+@router.post("/runs/{run_id}/stop")
+def stop(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
+    """End the training after the step at work, and keep its weights as the run's result."""
+    return _reply(lifecycle.ask(context, identity, run_id, Request.STOP, idempotency_key), response)
+
+
 @router.post("/runs/{run_id}/cancel")
-def cancel(run_id: str, identity: RunWriter, context: Context) -> RunDetail:
-    """A run that waits is cancelled at once; one at work finishes its step first."""
-    return service.cancel(context, identity, run_id)
+def cancel(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
+    """A run that waits is cancelled at once; one at work finishes its step first. Nothing of it is kept."""
+    return _reply(lifecycle.ask(context, identity, run_id, Request.CANCEL, idempotency_key), response)
+
+
+@router.post("/runs/{run_id}/force-stop")
+def force_stop(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
+    """Kill a trainer that does not react. The run is paused at its last recorded step, or cancelled where that was asked for."""
+    return _reply(lifecycle.ask(context, identity, run_id, Request.FORCE_STOP, idempotency_key), response)
+
+
+@router.post("/runs/{run_id}/submit")
+def submit_draft(
+    run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None
+) -> RunDetail:
+    """Put a draft into the queue, with a plan for the machine as it is now; 409 with need and have where it does not fit."""
+    return _reply(lifecycle.ask(context, identity, run_id, Request.SUBMIT, idempotency_key), response)
+
+
+@router.post("/runs/{run_id}/retry", status_code=201)
+def retry(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
+    """A new run, `parent_id` naming this one, that goes on from what a failed run has recorded; from the start where it has nothing."""
+    answer = lifecycle.retry(context, identity, run_id, idempotency_key)
+    response.headers["Location"] = f"/api/v1/runs/{answer.run.id}"
+    return _reply(answer, response)
+
+
+@router.post("/runs/{run_id}/clone", status_code=201)
+def clone(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
+    """A draft with the same settings; `POST …/submit` queues it."""
+    answer = lifecycle.clone(context, identity, run_id, idempotency_key)
+    response.headers["Location"] = f"/api/v1/runs/{answer.run.id}"
+    return _reply(answer, response)
+
+
+@router.delete("/runs/{run_id}", status_code=204)
+def delete(run_id: str, identity: RunWriter, context: Context) -> None:
+    """Delete a run that has ended, or a draft, with all its files."""
+    lifecycle.delete(context, identity, run_id)
 
 
 @router.get("/runs/{run_id}/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})

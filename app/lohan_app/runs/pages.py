@@ -22,7 +22,7 @@ from lohan_app.entities import BaseModelState, DatasetState, RunState
 from lohan_app.errors import problem_of_error
 from lohan_app.forms import FormError
 from lohan_app.paging import MAXIMUM_LIMIT, After
-from lohan_app.runs import forecasts, presentation, run_form, service
+from lohan_app.runs import forecasts, lifecycle, presentation, requests, run_form, service
 from lohan_app.runs.schemas import RunDetail
 from lohan_app.runs.states import ACTIVE_STATES
 from lohan_app.templating import render
@@ -222,7 +222,7 @@ def run_events(request: Request, identity: PageUser, context: Context, run_id: s
 @router.post("/runs/{run_id}/cancel")
 def cancel_run(request: Request, identity: PageUser, context: Context, run_id: str) -> Response:
     try:
-        service.cancel(context, identity, run_id)
+        lifecycle.ask(context, identity, run_id, requests.Request.CANCEL)
     except LohanError as error:
         return _run_page(request, context, identity, run_id, error)
     return RedirectResponse(f"/runs/{run_id}", 303)

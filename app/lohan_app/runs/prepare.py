@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+from datetime import timedelta
 
 from sqlalchemy import Engine, update
+from sqlalchemy.orm import Session
 
 from lohan.errors import LohanError
-from lohan.events import Phase
+from lohan.events import FailureCause, Phase
 from lohan_app.base_models.service import model_folder
 from lohan_app.datasets.service import rows_path
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import Dataset, Run, RunState, Wanted
+from lohan_app.entities import Dataset, PauseCause, Run, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.runs import repository
 from lohan_app.runs.announce import announce
@@ -20,6 +24,7 @@ from lohan_app.runs.states import Trigger
 from lohan_app.settings import Settings
 from lohan_app.worker.celery import wake
 from lohan_app.worker.limited import run_limited
+from lohan_app.worker.verdict import DISK_FULL_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +59,7 @@ def prepare_run(settings: Settings, engine: Engine, run_id: str) -> None:
         )
     except LohanError as error:
         with write_transaction(engine) as session:
-            repository.fire(session, run_id, Trigger.FAIL, problem=error.to_dict(), state_reason=str(error), phase_progress=None)
+            _give_up(session, run_id, error)
         announce(settings, run_id)
         return
     log.info("%s: prepared %s", run_id, counts)
@@ -62,12 +67,30 @@ def prepare_run(settings: Settings, engine: Engine, run_id: str) -> None:
     wake(settings)
 
 
+def _give_up(session: Session, run_id: str, error: LohanError) -> None:
+    """Fail the run, or pause it where a drive is full. A task that comes late, after another one has prepared the run, changes nothing."""
+    run = repository.lock_run(session, run_id)
+    if run is None or run.prepared_at is not None:
+        return
+    if os.strerror(errno.ENOSPC) in error.message:  # the child's last words; its error number stayed with it
+        repository.fire(
+            session, run_id, Trigger.RUN_OUT_OF_SPACE, only_from=RunState.QUEUED, state_reason="The drive of the data folder is full.",
+            phase_progress=None, pause_cause=PauseCause.DISK_FULL, start_after=now() + timedelta(seconds=DISK_FULL_SECONDS),
+        )  # fmt: skip
+        return
+    problem = {**error.to_dict(), "cause": str(FailureCause.DATA)}
+    repository.fire(
+        session, run_id, Trigger.FAIL, only_from=RunState.QUEUED, problem=problem, state_reason=error.message, phase_progress=None
+    )
+
+
 def _is_waiting(run: Run) -> bool:
     return run.state is RunState.QUEUED and run.wanted is Wanted.RUN and run.prepared_at is None
 
 
 def _note(settings: Settings, engine: Engine, run_id: str, **values: object) -> None:
-    """Write down how far the preparation is; a run that was cancelled meanwhile keeps what it says."""
+    """Write down how far the preparation is; a run that was cancelled meanwhile keeps what it says, a paused one loses no work."""
+    waiting = [RunState.QUEUED, RunState.PAUSED]
     with write_transaction(engine) as session:
-        session.execute(update(Run).where(Run.id == run_id, Run.state == RunState.QUEUED, Run.prepared_at.is_(None)).values(**values))
+        session.execute(update(Run).where(Run.id == run_id, Run.state.in_(waiting), Run.prepared_at.is_(None)).values(**values))
     announce(settings, run_id)

@@ -61,7 +61,8 @@ class StoredEvent:
 
 # ---------------------------------------------------------------- runs
 def named_run(session: Session, run_id: str) -> NamedRun | None:
-    row = session.execute(_NAMED.where(Run.id == run_id)).one_or_none()
+    """None where there is no such run, or it was deleted."""
+    row = session.execute(_NAMED.where(Run.id == run_id, Run.deleted_at.is_(None))).one_or_none()
     return NamedRun(*row) if row is not None else None
 
 
@@ -74,7 +75,7 @@ def list_runs(
     session: Session, *, owner_id: str | None, states: Collection[RunState] | None, after: str | None, limit: int
 ) -> list[NamedRun]:
     """Newest first, without plans and settings; of all owners where `owner_id` is None."""
-    query = _NAMED.options(*_WITHOUT_PLANS).order_by(Run.id.desc()).limit(limit)
+    query = _NAMED.options(*_WITHOUT_PLANS).where(Run.deleted_at.is_(None)).order_by(Run.id.desc()).limit(limit)
     if owner_id is not None:
         query = query.where(Run.owner_id == owner_id)
     if states is not None:

@@ -15,8 +15,8 @@ from sqlalchemy import CursorResult, delete, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from lohan.events import Event, EventType, ExitReason
-from lohan_app.entities import Run, RunEvent, RunMetric, RunState
+from lohan.events import Event, EventType, ExitReason, FailureCause
+from lohan_app.entities import PauseCause, Run, RunEvent, RunMetric, RunState
 from lohan_app.entities.base import now
 from lohan_app.entities.runs import TERMINAL_STATES
 from lohan_app.runs.states import ACTIVE_STATES, Trigger, is_allowed, moves
@@ -45,21 +45,42 @@ def transition(session: Session, run_id: str, *, source: set[RunState], target: 
     return cast("CursorResult[Any]", result).rowcount == 1
 
 
-def fire(session: Session, run_id: str, trigger: Trigger, *, epoch: int | None = None, **values: Any) -> RunState | None:
+def fire(
+    session: Session, run_id: str, trigger: Trigger, *, epoch: int | None = None, only_from: RunState | None = None, **values: Any
+) -> RunState | None:
     """Apply `trigger` as `states.TRANSITIONS` has it; a run that leaves the machine gives its reservation back.
+
+    Args:
+        only_from: the one state in which the trigger counts, where whoever fires it knows of no other.
 
     Returns:
         The state the run is in now, or None where the trigger changed nothing.
     """
-    for target, source in moves(trigger).items():
-        stamps: dict[str, Any] = {}
-        if target not in ACTIVE_STATES:
-            stamps |= _NO_RESERVATION | {"eta_seconds": None}
-        if target in TERMINAL_STATES:
-            stamps["finished_at"] = now()
-        if transition(session, run_id, source=source, target=target, epoch=epoch, **(stamps | values)):
+    for target, found in moves(trigger).items():
+        source = found if only_from is None else found & {only_from}
+        if source and transition(session, run_id, source=source, target=target, epoch=epoch, **(_stamps(target) | values)):
             return target
     return None
+
+
+def _stamps(target: RunState) -> dict[str, Any]:
+    """What entering a state writes besides it."""
+    stamps: dict[str, Any] = {"pause_cause": PauseCause.REQUEST if target is RunState.PAUSED else None}
+    if target not in ACTIVE_STATES:
+        stamps |= _NO_RESERVATION | {"eta_seconds": None}
+    if target is not RunState.QUEUED:
+        stamps["start_after"] = None
+    if target in TERMINAL_STATES:
+        stamps["finished_at"] = now()
+    return stamps
+
+
+def heed(session: Session, run: Run, trigger: Trigger) -> RunState | None:
+    """Fire `trigger` for what was wanted of a waiting run, unless somebody has wanted something else since `run` was read."""
+    is_so = select(Run.id).where(Run.id == run.id, Run.wanted == run.wanted, Run.state == run.state).with_for_update()
+    if session.scalar(is_so) is None:
+        return None
+    return fire(session, run.id, trigger, only_from=run.state, state_reason="")
 
 
 def raise_epoch(session: Session, run_id: str) -> int | None:
@@ -79,14 +100,35 @@ def explain(session: Session, run_id: str, *, state: RunState, reason: str) -> N
     )
 
 
+def lock_run(session: Session, run_id: str) -> Run | None:
+    """The run, its row held until the transaction ends: what is decided by it is still so when it is written."""
+    return session.scalars(select(Run).where(Run.id == run_id).with_for_update().execution_options(populate_existing=True)).one_or_none()
+
+
 def get_run(session: Session, run_id: str) -> Run | None:
     """The run as it stands in the database now."""
     return session.get(Run, run_id, populate_existing=True)
 
 
+def unfinished_retry(session: Session, run_id: str) -> str | None:
+    """Id of the run that goes on from this one and has not ended; None where there is none."""
+    return session.scalars(select(Run.id).where(Run.parent_id == run_id, Run.state.not_in(TERMINAL_STATES))).first()
+
+
+def mark_deleted(session: Session, run_id: str, at: datetime) -> None:
+    """Take a run that has ended out of everybody's sight."""
+    statement = update(Run).where(Run.id == run_id, Run.state.in_(TERMINAL_STATES)).values(deleted_at=at)
+    session.execute(statement.execution_options(synchronize_session=False))
+
+
+def deleted_runs(session: Session) -> Sequence[str]:
+    """Ids of the runs that were deleted."""
+    return session.scalars(select(Run.id).where(Run.deleted_at.is_not(None))).all()
+
+
 def runs_in(session: Session, states: Iterable[RunState]) -> Sequence[Run]:
-    """Runs in one of `states`, oldest first."""
-    return session.scalars(select(Run).where(Run.state.in_(list(states))).order_by(Run.created_at, Run.id)).all()
+    """Runs in one of `states` that were not deleted, oldest first."""
+    return session.scalars(select(Run).where(Run.state.in_(list(states)), Run.deleted_at.is_(None)).order_by(Run.created_at, Run.id)).all()
 
 
 # ---------------------------------------------------------------- events
@@ -98,7 +140,7 @@ def record_events(session: Session, run_id: str, *, epoch: int, events: Sequence
     An event whose numbers do not fit the tables is counted as malformed.
 
     Raises:
-        LostEpochError: the run has a newer supervisor; nothing was written.
+        LostEpochError: the run has a newer supervisor, or has ended; nothing was written.
     """
     usable = [event for event in events if _is_usable(event)]
     malformed += len(events) - len(usable)
@@ -109,7 +151,10 @@ def record_events(session: Session, run_id: str, *, epoch: int, events: Sequence
     summary = _summary([event for event in usable if event.attempt >= newest])
     summary |= {"events_offset_bytes": offset_bytes, "malformed_events": malformed}
     result = session.execute(
-        update(Run).where(Run.id == run_id, Run.epoch == epoch).values(**summary).execution_options(synchronize_session=False)
+        update(Run)
+        .where(Run.id == run_id, Run.epoch == epoch, Run.state.not_in(TERMINAL_STATES))
+        .values(**summary)
+        .execution_options(synchronize_session=False)
     )
     if cast("CursorResult[Any]", result).rowcount != 1:
         raise LostEpochError(run_id)
@@ -132,21 +177,28 @@ def exit_event(session: Session, run_id: str, *, attempt: int) -> RunEvent | Non
 def lost_attempts(session: Session, run_id: str, *, attempt: int) -> int:
     """How many attempts, `attempt` included, have gone on from the step that `attempt` went on from.
 
-    A run that comes further with every attempt is not given up. What ended because the host or the unit stopped is nobody's fault and
+    A run that comes further with every attempt is not given up. What was ended by a request, by a host that stops or by a full drive
     does not count.
     """
     events = session.scalars(
         select(RunEvent).where(RunEvent.run_id == run_id, RunEvent.type.in_([EventType.STARTED, EventType.EXIT]))
     ).all()
     begun = {event.attempt: resumed_step(event.fields) for event in events if event.type == EventType.STARTED}
-    interrupted = {event.attempt for event in events if event.fields.get("reason") == ExitReason.INTERRUPTED}
+    excused = {event.attempt for event in events if event.type == EventType.EXIT and _is_excused(event.fields)}
     step = lost = 0
     for number in range(1, attempt + 1):
         # One that ended before its first event had nothing to go on from but what the one before it had.
         moved = begun.get(number, step) != step
         step = begun.get(number, step)
-        lost = (0 if moved else lost) + (number not in interrupted)
+        lost = (0 if moved else lost) + (number not in excused)
     return lost
+
+
+def _is_excused(fields: Mapping[str, Any]) -> bool:
+    if fields.get("reason") in (ExitReason.INTERRUPTED, ExitReason.PAUSED):
+        return True
+    error = fields.get("error")
+    return isinstance(error, dict) and error.get("cause") == FailureCause.DISK_FULL
 
 
 def _is_usable(event: Event) -> bool:

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lohan.config import ActivationPolicy, EngineSection, TrainingSection, UnsafeFilesystems
 from lohan_app.auth.schemas import DisplayName
-from lohan_app.entities import RunState, Wanted
+from lohan_app.entities import PauseCause, RunState, Wanted
+from lohan_app.runs.requests import Request, allowed
 
 if TYPE_CHECKING:
     from lohan_app.runs.queries import NamedRun
@@ -111,7 +112,13 @@ class RunView(BaseModel):
     state: RunState
     state_reason: str
     problem: dict[str, Any] | None
-    """`{kind, message, place, remedy}` of a failed run."""
+    """`{kind, message, place, remedy, cause}` of a failed run."""
+    pause_cause: PauseCause | None
+    """Of a paused run: `request`, or `disk_full`, which goes on by itself when there is room."""
+    start_after: datetime | None
+    """Before then its next attempt does not begin."""
+    allowed: list[Request]
+    """What can be asked of it now."""
     devices: list[str]
     attempt: int
     phase: str
@@ -125,6 +132,8 @@ class RunView(BaseModel):
     """Mean loss over the evaluation rows before the first step."""
     last_loss: float | None
     """The same after the last step."""
+    stopped_step: int | None
+    """The step whose weights are the result, where the training was stopped before its last."""
     eta_seconds: float | None
     created_at: datetime
     prepared_at: datetime | None
@@ -151,7 +160,8 @@ def detail_of(named: NamedRun) -> RunDetail:
 
 
 def _fields(named: NamedRun, kind: type[RunView]) -> dict[str, Any]:
-    names = {"owner_name": named.owner_name, "base_model_name": named.base_model_name, "dataset_name": named.dataset_name}
+    names: dict[str, Any] = {"owner_name": named.owner_name, "base_model_name": named.base_model_name, "dataset_name": named.dataset_name}
+    names["allowed"] = allowed(named.run)
     return {field: getattr(named.run, field) for field in kind.model_fields if field not in names} | names
 
 

@@ -1,4 +1,4 @@
-"""Runs: planning, submitting, looking at, cancelling."""
+"""Runs: planning, submitting, looking at. What is asked of runs that exist: `runs.lifecycle`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from lohan_app.context import AppContext
 from lohan_app.datasets import repository as datasets
 from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import (
-    TERMINAL_STATES,
     BaseModel,
     BaseModelState,
     Dataset,
@@ -30,19 +29,16 @@ from lohan_app.entities import (
     Run,
     RunEvent,
     RunState,
-    Wanted,
 )
-from lohan_app.entities.base import now
 from lohan_app.errors import Conflict, NotFound, Unprocessable
 from lohan_app.paging import DEFAULT_LIMIT, Page, make_page
-from lohan_app.runs import queries, repository
-from lohan_app.runs.announce import announce
+from lohan_app.runs import queries
 from lohan_app.runs.curve import POINTS_LIMIT, down_sample
 from lohan_app.runs.forecasts import count_steps
 from lohan_app.runs.logs import read_log
 from lohan_app.runs.planning import plan_run, suggested_precision
 from lohan_app.runs.schemas import LogView, MetricPoint, MetricsView, PlanRequest, RunDetail, RunRequest, RunView, detail_of, view_of
-from lohan_app.worker.celery import send, wake
+from lohan_app.worker.celery import send
 
 # A trainer reports its phases a few times a second while it loads; nobody reads further back.
 EVENTS_LIMIT = 5000
@@ -151,24 +147,21 @@ def submit(context: AppContext, identity: Identity, request: RunRequest, idempot
     Raises:
         as `plan`, and Unprocessable: the idempotency key is malformed, or was used for another request.
     """
-    if idempotency_key is not None and IDEMPOTENCY_KEY.fullmatch(idempotency_key) is None:
-        raise Unprocessable(
-            "the idempotency key is malformed", place="Idempotency-Key", remedy="Use 1 to 255 visible ASCII characters, such as a UUID."
-        )
+    check_key(idempotency_key)
     body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
     with read_transaction(context.engine) as session:
-        answered = _answered(session, identity, idempotency_key, body_hash)
+        answered = earlier_answer(session, identity, idempotency_key, body_hash)
         if answered is not None:
             return answered
+        check_parts(session, identity, request)
         model = _checked_model(base_models.get(session, request.base_model_id))
-        _checked_dataset(datasets.get(session, request.dataset_id), identity, request)
     made = _plan(context, model, request)
     try:
         submission = _store(context, identity, request, made, idempotency_key, body_hash)
     except IntegrityError:
         # The same key at the same time on PostgreSQL: its primary key let the other request through, whose reply is this one's too.
         with read_transaction(context.engine) as session:
-            answered = _answered(session, identity, idempotency_key, body_hash)
+            answered = earlier_answer(session, identity, idempotency_key, body_hash)
         if answered is None:
             raise
         return answered
@@ -177,7 +170,25 @@ def submit(context: AppContext, identity: Identity, request: RunRequest, idempot
     return submission
 
 
-def _answered(session: Session, identity: Identity, key: str | None, body_hash: str) -> Submission | None:
+def check_key(key: str | None) -> None:
+    """Raises Unprocessable where this is no idempotency key."""
+    if key is not None and IDEMPOTENCY_KEY.fullmatch(key) is None:
+        raise Unprocessable(
+            "the idempotency key is malformed", place="Idempotency-Key", remedy="Use 1 to 255 visible ASCII characters, such as a UUID."
+        )
+
+
+def check_parts(session: Session, identity: Identity, request: RunRequest) -> None:
+    """See that a run can be made of the request's model and dataset.
+
+    Raises:
+        NotFound, Conflict, Unprocessable: one of them is gone or not ready; see `submit`.
+    """
+    _checked_model(base_models.get(session, request.base_model_id))
+    _checked_dataset(datasets.get(session, request.dataset_id), identity, request)
+
+
+def earlier_answer(session: Session, identity: Identity, key: str | None, body_hash: str) -> Submission | None:
     """The reply this key got before.
 
     Raises:
@@ -196,7 +207,7 @@ def _answered(session: Session, identity: Identity, key: str | None, body_hash: 
 def _store(context: AppContext, identity: Identity, request: RunRequest, made: Plan, key: str | None, body_hash: str) -> Submission:
     """The run, its idempotency key and its audit entry in one transaction; what was checked before is checked again under it."""
     with write_transaction(context.engine) as session:
-        answered = _answered(session, identity, key, body_hash)
+        answered = earlier_answer(session, identity, key, body_hash)
         if answered is not None:
             return answered
         model = _checked_model(base_models.get_locked(session, request.base_model_id))
@@ -243,10 +254,11 @@ def list_runs(
 def get_run(context: AppContext, identity: Identity, run_id: str) -> RunDetail:
     """Raises NotFound where there is none that this user may see."""
     with read_transaction(context.engine) as session:
-        return detail_of(_visible(session, identity, run_id))
+        return detail_of(visible(session, identity, run_id))
 
 
-def _visible(session: Session, identity: Identity, run_id: str) -> queries.NamedRun:
+def visible(session: Session, identity: Identity, run_id: str) -> queries.NamedRun:
+    """Raises NotFound where there is none that this user may see."""
     # A stranger's run and none at all look the same.
     row = queries.named_run(session, run_id)
     if row is None or not identity.may_see(row.run.owner_id):
@@ -257,7 +269,7 @@ def _visible(session: Session, identity: Identity, run_id: str) -> queries.Named
 def metrics(context: AppContext, identity: Identity, run_id: str, after_step: int = 0) -> MetricsView:
     """The run's curve after `after_step`, down-sampled to 2,000 points."""
     with read_transaction(context.engine) as session:
-        _visible(session, identity, run_id)
+        visible(session, identity, run_id)
         total, first, last = queries.metrics_range(session, run_id, after_step)
         attempt, seq = queries.last_cursor(session, run_id)
         points = queries.iterate_metrics(session, run_id, after_step)
@@ -271,14 +283,14 @@ def metrics(context: AppContext, identity: Identity, run_id: str, after_step: in
 def recorded_events(context: AppContext, identity: Identity, run_id: str) -> Sequence[RunEvent]:
     """What the trainer said besides its steps, oldest first; the last 5,000."""
     with read_transaction(context.engine) as session:
-        _visible(session, identity, run_id)
+        visible(session, identity, run_id)
         return queries.recorded_events(session, run_id, EVENTS_LIMIT)
 
 
 def log_tail(context: AppContext, identity: Identity, run_id: str, offset: int | None = None) -> LogView:
     """The trainer's log from byte `offset` on; its last 64 KiB where none is given."""
     with read_transaction(context.engine) as session:
-        _visible(session, identity, run_id)
+        visible(session, identity, run_id)
     return read_log(context.settings.run_folder(run_id) / "trainer.log", offset)
 
 
@@ -290,40 +302,10 @@ def export_of(context: AppContext, identity: Identity, run_id: str) -> tuple[Pat
         Conflict: the run has no result (yet).
     """
     with read_transaction(context.engine) as session:
-        run = _visible(session, identity, run_id).run
+        run = visible(session, identity, run_id).run
     folder = context.settings.run_folder(run_id) / "export"
     if run.state is not RunState.SUCCEEDED:
         raise Conflict(f"the run is {run.state}, and has no result", place=run_id, remedy="A run that succeeded can be downloaded.")
     if not folder.is_dir():
         raise NotFound("the run's result is no longer on the disk", place=run_id, remedy="Run it again.")
     return folder, run.name
-
-
-# ---------------------------------------------------------------- cancelling
-def cancel(context: AppContext, identity: Identity, run_id: str) -> RunDetail:
-    """Ask for the run to be cancelled. One that waits is cancelled at once; one at work finishes its step first.
-
-    Raises:
-        NotFound: see `get_run`.
-        Conflict: it has ended already.
-    """
-    with write_transaction(context.engine) as session:
-        run = _visible(session, identity, run_id).run
-        if run.state in TERMINAL_STATES:
-            raise Conflict(f"the run is {run.state} already", place=run_id, remedy="Nothing is left to cancel.")
-        if run.wanted is not Wanted.CANCEL:
-            add_audit_entry(session, user_id=identity.user_id, action="run.cancel", subject=run_id, address=identity.address)
-        run.wanted = Wanted.CANCEL
-        session.flush()
-        _cancel_waiting(session, run_id)
-    announce(context.settings, run_id)
-    wake(context.settings)
-    return get_run(context, identity, run_id)
-
-
-def _cancel_waiting(session: Session, run_id: str) -> None:
-    """States without a supervisor are left here; in the others the supervisor sees what is wanted and does it."""
-    waiting = {RunState.DRAFT, RunState.QUEUED, RunState.PAUSED}
-    repository.transition(
-        session, run_id, source=waiting, target=RunState.CANCELLED, finished_at=now(), state_reason="", phase_progress=None
-    )

@@ -33,13 +33,15 @@ class Trigger(StrEnum):
     REQUEST_PAUSE = "request_pause"
     """The user wants the run paused."""
     RESUME = "resume"
-    """The user wants a paused run to go on."""
+    """A paused run is to go on: somebody wants it to, or what it was paused for has passed."""
     SUCCEED = "succeed"
     """The trainer's work is done and exported."""
     FAIL = "fail"
     """Preparing, starting or training failed for a reason that another attempt would meet again, or too often."""
     END_EARLY = "end_early"
     """The trainer ended before its work was done, without a fault of the run: at a request, by a host that stops, or killed."""
+    RUN_OUT_OF_SPACE = "run_out_of_space"
+    """A drive had no room left for what the run writes."""
 
 
 TRANSITIONS: Mapping[tuple[RunState, Trigger], RunState] = MappingProxyType(
@@ -50,27 +52,32 @@ TRANSITIONS: Mapping[tuple[RunState, Trigger], RunState] = MappingProxyType(
         (RunState.QUEUED, Trigger.REQUEST_CANCEL): RunState.CANCELLED,
         (RunState.QUEUED, Trigger.REQUEST_PAUSE): RunState.PAUSED,
         (RunState.QUEUED, Trigger.FAIL): RunState.FAILED,
+        (RunState.QUEUED, Trigger.RUN_OUT_OF_SPACE): RunState.PAUSED,
         (RunState.STARTING, Trigger.TRAINER_STARTED): RunState.RUNNING,
         (RunState.STARTING, Trigger.RELEASE): RunState.QUEUED,
         (RunState.STARTING, Trigger.REQUEST_CANCEL): RunState.CANCELLED,
         (RunState.STARTING, Trigger.REQUEST_PAUSE): RunState.PAUSED,
         (RunState.STARTING, Trigger.FAIL): RunState.FAILED,
+        (RunState.STARTING, Trigger.RUN_OUT_OF_SPACE): RunState.PAUSED,
         (RunState.RUNNING, Trigger.REQUEST_CANCEL): RunState.CANCELLING,
         (RunState.RUNNING, Trigger.REQUEST_PAUSE): RunState.PAUSING,
         (RunState.RUNNING, Trigger.SUCCEED): RunState.SUCCEEDED,
         (RunState.RUNNING, Trigger.FAIL): RunState.FAILED,
         (RunState.RUNNING, Trigger.END_EARLY): RunState.QUEUED,
+        (RunState.RUNNING, Trigger.RUN_OUT_OF_SPACE): RunState.PAUSED,
         # A cancellation overtakes a pause, never the other way round.
         (RunState.PAUSING, Trigger.REQUEST_CANCEL): RunState.CANCELLING,
         (RunState.PAUSING, Trigger.SUCCEED): RunState.SUCCEEDED,
         (RunState.PAUSING, Trigger.FAIL): RunState.FAILED,
         (RunState.PAUSING, Trigger.END_EARLY): RunState.PAUSED,
+        (RunState.PAUSING, Trigger.RUN_OUT_OF_SPACE): RunState.PAUSED,
         (RunState.PAUSED, Trigger.RESUME): RunState.QUEUED,
         (RunState.PAUSED, Trigger.REQUEST_CANCEL): RunState.CANCELLED,
         # The last step may have been done before the request was seen: the result then counts.
         (RunState.CANCELLING, Trigger.SUCCEED): RunState.SUCCEEDED,
         (RunState.CANCELLING, Trigger.FAIL): RunState.FAILED,
         (RunState.CANCELLING, Trigger.END_EARLY): RunState.CANCELLED,
+        (RunState.CANCELLING, Trigger.RUN_OUT_OF_SPACE): RunState.CANCELLED,
     }
 )
 

@@ -22,14 +22,15 @@ from lohan_app.entities import BaseModel, BaseModelState, Dataset, DatasetState,
 from lohan_app.entities.base import now
 from lohan_app.runs import repository
 from lohan_app.runs.announce import announce
-from lohan_app.runs.states import ACTIVE_STATES, WAITING_STATES, Trigger
+from lohan_app.runs.states import ACTIVE_STATES, Trigger
 from lohan_app.settings import Settings
 from lohan_app.worker.celery import send, task_lock
 from lohan_app.worker.launcher import RunFiles, start_supervisor
 from lohan_app.worker.processes import FileLock, holder_of, is_held
 from lohan_app.worker.reservations import Machine, Reservation, fit, look_at_machine, need_of
-from lohan_app.worker.run_files import free_states, states_bytes
+from lohan_app.worker.run_files import states_bytes
 from lohan_app.worker.verdict import RESUME, START_AGAIN
+from lohan_app.worker.waiting import WaitingRuns, must_wait
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Reconciler:
         self._engine = engine
         self._supervisor_command = supervisor_command
         self._look = look
+        self._waiting = WaitingRuns(settings, engine, look)
         self._lock = FileLock(settings.data_dir / "reconciler.lock")
         self._is_acting = False
         self._launches: dict[str, _Patience] = {}
@@ -84,7 +86,11 @@ class Reconciler:
             self._is_acting = self._lock.try_acquire()
             if not self._is_acting:
                 return
-        for work in (self._cancel_waiting, self._start_queued, self._revive_supervisors, self._send_again):
+        waiting = self._waiting
+        for work in (
+            *(waiting.heed, waiting.resume_where_there_is_room, waiting.take_over, waiting.sweep_deleted),
+            *(self._start_queued, self._revive_supervisors, self._send_again),
+        ):
             try:
                 work()
             except DBAPIError as error:
@@ -97,18 +103,6 @@ class Reconciler:
         self._lock.release()
 
     # ------------------------------------------------------------ runs
-    def _cancel_waiting(self) -> None:
-        """Runs without a supervisor have nobody else who could cancel them."""
-        with read_transaction(self._engine) as session:
-            waiting = [run.id for run in repository.runs_in(session, WAITING_STATES) if run.wanted is Wanted.CANCEL]
-        for run_id in waiting:
-            with write_transaction(self._engine) as session:
-                cancelled = repository.fire(session, run_id, Trigger.REQUEST_CANCEL, state_reason="")
-            if cancelled:
-                logger.info("%s: cancelled before it started", run_id)
-                announce(self._settings, run_id)
-                free_states(self._settings, run_id)
-
     def _start_queued(self) -> None:
         """Give out reservations, oldest run first; a run that does not fit lets younger ones pass and says what it waits for."""
         with read_transaction(self._engine) as session:
@@ -118,7 +112,7 @@ class Reconciler:
             return
         machine = self._look(self._settings)
         for run in queued:
-            if run.wanted is not Wanted.RUN:
+            if run.wanted not in (Wanted.RUN, Wanted.STOP) or must_wait(run):
                 continue
             answer = self._answer(run, machine, active)
             if isinstance(answer, str):

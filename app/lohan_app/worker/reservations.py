@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ class Machine:
     ram_free_bytes: int
     ssd_free_bytes: int
     """What can be spread evenly over the state directories."""
+    data_free_bytes: int
+    """Where runs write their results, events and logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ def look_at_machine(settings: Settings) -> Machine:
     """Measure what is there now; asks NVML and the operating system, never CUDA."""
     facts = probe(settings.state_folders)
     devices = settings.devices or tuple(gpu.uuid for gpu in facts.gpus) or ("cpu:0",)
-    return Machine(devices, facts.ram.total_bytes, facts.ram.free_bytes, ssd_capacity(facts))
+    data_free = shutil.disk_usage(settings.data_dir).free
+    return Machine(devices, facts.ram.total_bytes, facts.ram.free_bytes, ssd_capacity(facts), data_free)
 
 
 def need_of(run: Run, *, states_bytes: int = 0) -> Need:

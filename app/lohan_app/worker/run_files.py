@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lohan.config import EngineSection, RamStates, RunConfig, parse_run_config
+from lohan.config import Durability, EngineSection, RamStates, RunConfig, parse_run_config
 from lohan.errors import ConfigError
 from lohan.hardware.probe import occupied_bytes, probe
 from lohan.planning.tiers import Tier
-from lohan_app.entities import BaseModel, Run
+from lohan_app.entities import TERMINAL_STATES, BaseModel, Run, RunState
 from lohan_app.hardware.service import measured
 from lohan_app.settings import Settings
 from lohan_app.worker.launcher import RunFiles
@@ -28,9 +28,44 @@ def state_directories(settings: Settings, run_id: str) -> tuple[Path, ...]:
 
 
 def free_states(settings: Settings, run_id: str) -> None:
-    """Delete an ended run's states: nothing goes on from them any more, and they are the largest files of all."""
+    """Delete a run's states: they are the largest files of all."""
     for folder in state_directories(settings, run_id):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_states_of_ended(settings: Settings, run: Run | None) -> None:
+    """Delete what nothing goes on from any more. What a failed run has recorded stays: a retry goes on from it."""
+    if run is None or run.state not in TERMINAL_STATES:
+        return
+    if run.state is not RunState.FAILED or durability_of(run) is Durability.NONE:
+        free_states(settings, run.id)
+
+
+def durability_of(run: Run) -> Durability:
+    """What the run keeps to go on from."""
+    return EngineSection.model_validate(run.settings.get("engine", {})).durability
+
+
+def take_over_states(settings: Settings, run: Run) -> None:
+    """Have a retry that has not begun begin with what its parent has recorded; doing it again changes nothing.
+
+    A rename on each drive: with one of them missing the trainer finds no record and begins with the base model.
+
+    Raises:
+        OSError: a drive does not let it.
+    """
+    if run.parent_id is None or run.attempt > 0:
+        return
+    for old, new in zip(state_directories(settings, run.parent_id), state_directories(settings, run.id), strict=True):
+        if old.is_dir() and not new.exists():
+            old.rename(new)
+
+
+def move_to_trash(settings: Settings, run_id: str) -> None:
+    """Put a deleted run's folder where the reconciler empties it; nothing happens where there is none."""
+    folder, trash = settings.run_folder(run_id), settings.data_dir / "trash" / run_id
+    if folder.is_dir() and not trash.exists():
+        folder.rename(trash)
 
 
 def states_bytes(settings: Settings, run_id: str) -> int:

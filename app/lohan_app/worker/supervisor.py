@@ -9,22 +9,21 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any
 
-from sqlalchemy import Engine
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from lohan.errors import LohanError, StorageError
-from lohan.events import EventReader
-from lohan_app.db import create_db_engine, read_transaction, write_transaction
-from lohan_app.entities import BaseModel, Run, RunState, Wanted
+from lohan.events import Event, EventReader, EventType, ExitReason, FailureCause
+from lohan.training.failures import NO_SPACE
+from lohan_app.db import read_transaction
+from lohan_app.entities import BaseModel, PauseCause, Run, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.entities.runs import TERMINAL_STATES
 from lohan_app.runs import repository
@@ -33,27 +32,20 @@ from lohan_app.runs.repository import LostEpochError
 from lohan_app.runs.states import ACTIVE_STATES, Trigger
 from lohan_app.settings import Settings, load_settings
 from lohan_app.worker.launcher import TRAINER_COMMAND, RunFiles, TrainerNote
+from lohan_app.worker.patience import Patience, Pulse
+from lohan_app.worker.patient_database import PatientDatabase, Stopped
 from lohan_app.worker.processes import FileLock, is_held, kill_session_with, oom_kill_count
-from lohan_app.worker.run_files import free_states, weights_of, write_run_files
+from lohan_app.worker.run_files import free_states_of_ended, weights_of, write_run_files
 from lohan_app.worker.trainer import Trainer, TrainerEnd
-from lohan_app.worker.verdict import how_it_goes_on, judge
+from lohan_app.worker.verdict import Verdict, how_it_goes_on, judge, out_of_space
 from lohan_app.worker.wake import wake
+from lohan_app.worker.watch import Watch
 
 logger = logging.getLogger("lohan_app.supervisor")
 
 POLL_SECONDS = 0.3
 EVENTS_PER_TRANSACTION = 500
-LONGEST_BACKOFF_SECONDS = 10.0
-CANCEL_PATIENCE_SECONDS = 600.0
-"""A step of the largest models takes minutes; a trainer that has not ended by then is killed."""
 LOG_TAIL_BYTES = 4000
-
-T = TypeVar("T")
-Transaction = Callable[[Engine], AbstractContextManager[Session]]
-
-
-class Stopped(Exception):  # noqa: N818 - no fault: the supervisor was told to stop and has no trainer to wait for
-    """SIGTERM came while only the database was being waited for."""
 
 
 class Supervisor:
@@ -65,19 +57,18 @@ class Supervisor:
         run_id: str,
         *,
         trainer_command: Sequence[str] = TRAINER_COMMAND,
-        cancel_patience_seconds: float = CANCEL_PATIENCE_SECONDS,
+        patience: Patience | None = None,
     ) -> None:
         self._settings = settings
         self._run_id = run_id
         self._files = RunFiles(settings.run_folder(run_id))
         self._trainer_command = trainer_command
-        self._cancel_patience_seconds = cancel_patience_seconds
+        self._patience = patience or Patience(
+            start_silence_seconds=settings.start_silence_seconds, step_silence_seconds=settings.step_silence_seconds
+        )
+        self._pulse = Pulse(self._files.events, self._patience)
         self._epoch = 0
         self._stopping = False
-        self._interrupted = False
-        self._cancel_deadline: float | None = None
-        self._next_query_at = 0.0
-        self._backoff_seconds = 0.0
 
     def stop(self) -> None:
         """Have the trainer finish its step and end; the run is queued again."""
@@ -91,20 +82,20 @@ class Supervisor:
         if not lock.try_acquire(patience_seconds=1.0):
             logger.info("%s has a supervisor already", self._run_id)
             return 0
-        self._engine = create_db_engine(self._settings)
+        self._database = PatientDatabase(self._settings, lambda: self._stopping)
         try:
             self._supervise()
         except LostEpochError:
-            logger.warning("%s was taken over by another supervisor", self._run_id)
+            logger.warning("%s was taken over by another supervisor, or has ended", self._run_id)
         except Stopped:
             logger.info("stopped while waiting for the database")
         finally:
-            self._engine.dispose()
+            self._database.close()
             lock.release()
         return 0
 
     def _supervise(self) -> None:
-        epoch = self._insist(lambda session: repository.raise_epoch(session, self._run_id))
+        epoch = self._database.insist(lambda session: repository.raise_epoch(session, self._run_id))
         run = self._read()
         if epoch is None or run is None or run.state not in ACTIVE_STATES:
             logger.info("%s needs no supervisor (%s)", self._run_id, run.state if run else "unknown")
@@ -113,7 +104,7 @@ class Supervisor:
         self._reader = EventReader(self._files.events, run.events_offset_bytes, run.malformed_events)
         trainer = self._find_or_start(run)
         if trainer is not None:
-            end = self._watch(trainer)
+            end = self._watch(trainer, run)
             self._finish(trainer.attempt, end)
 
     # ------------------------------------------------------------ begin
@@ -147,15 +138,16 @@ class Supervisor:
         return not is_held(self._files.trainer_lock)
 
     def _start(self, run: Run, *, attempt: int) -> Trainer | None:
-        if self._wanted(run) is Wanted.CANCEL:
-            self._fire(Trigger.REQUEST_CANCEL)
-            self._fire(Trigger.END_EARLY)
+        wanted = self._newest(run).wanted
+        if wanted in (Wanted.CANCEL, Wanted.PAUSE):
+            self._fire(Trigger.REQUEST_CANCEL if wanted is Wanted.CANCEL else Trigger.REQUEST_PAUSE, state_reason="")
+            self._fire(Trigger.END_EARLY, state_reason="")
             return None
         if self._stopping:
             self._release("The machine or the service on it was stopped.")
             return None
         try:
-            model = self._insist(lambda session: session.get(BaseModel, run.base_model_id), read_transaction)
+            model = self._database.insist(lambda session: session.get(BaseModel, run.base_model_id), read_transaction)
             device = run.devices[0] if run.devices else "cpu"
             write_run_files(self._settings, run, weights_of(self._settings, model), device=device)
             # Announced before it is started: an attempt is counted once, and none is ever started under a number that was used.
@@ -163,48 +155,39 @@ class Supervisor:
                 Trigger.TRAINER_STARTED, attempt=attempt, started_at=run.started_at or now()
             ):
                 return None
-            trainer = Trainer.start(self._files, attempt=attempt, device=device, command=self._trainer_command)
+            trainer = Trainer.start(self._files, attempt=attempt, device=device, command=self._trainer_command, wanted=wanted)
         except (LohanError, OSError) as error:
             logger.exception("%s: cannot start the trainer", self._run_id)
-            problem = error if isinstance(error, LohanError) else self._refused(error)
-            self._fire(Trigger.FAIL, state_reason=problem.message, problem=problem.to_dict())
+            self._move(self._cannot_start(error))
             return None
         logger.info("%s: started the trainer, process %d, attempt %d, on %s", self._run_id, trainer.pid, attempt, device)
         return trainer
 
-    def _refused(self, error: OSError) -> StorageError:
-        remedy = "See that the drive is healthy, has room, and that this user may write there."
-        return StorageError.of(error, "the trainer cannot be started", place=error.filename or self._files.folder, remedy=remedy)
+    def _cannot_start(self, error: LohanError | OSError) -> Verdict:
+        problem, cause = error, FailureCause.SETTINGS
+        if not isinstance(problem, LohanError):
+            remedy = "See that the drive is healthy, has room, and that this user may write there."
+            place = problem.filename or self._files.folder
+            problem, cause = StorageError.of(problem, "the trainer cannot be started", place=place, remedy=remedy), FailureCause.STORAGE
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            return out_of_space(problem.to_dict())
+        return Verdict(Trigger.FAIL, problem.message, {**problem.to_dict(), "cause": str(cause)})
 
     def _release(self, reason: str) -> None:
         self._fire(Trigger.RELEASE, state_reason=reason)
         self._fire(Trigger.END_EARLY, state_reason=reason)
 
     # ------------------------------------------------------------ watch
-    def _watch(self, trainer: Trainer) -> TrainerEnd:
+    def _watch(self, trainer: Trainer, run: Run) -> TrainerEnd:
         """Copy events and pass on requests until the trainer has ended."""
+        if run.attempt == trainer.attempt and run.step > (run.resumed_step or 0):
+            self._pulse.step_seconds = 0.0  # it was adopted after its first step
+        watch = Watch(trainer, self._pulse, self._patience, fire=self._fire, complain=self._complain)
         while not trainer.wait(POLL_SECONDS):
             self._copy_events()
-            self._heed_requests(trainer)
+            newest = self._database.attempt(lambda session: repository.get_run(session, self._run_id), read_transaction)
+            watch.heed(newest, is_stopping=self._stopping)
         return trainer.end()
-
-    def _heed_requests(self, trainer: Trainer) -> None:
-        if self._stopping and not self._interrupted:
-            self._interrupted = True
-            logger.info("%s: told the trainer to finish its step", self._run_id)
-            trainer.interrupt()
-        if self._cancel_deadline is not None:
-            if time.monotonic() > self._cancel_deadline:
-                logger.warning("%s: the trainer has not ended %.0f s after the request", self._run_id, self._cancel_patience_seconds)
-                trainer.kill()
-            return
-        run = self._try(lambda session: repository.get_run(session, self._run_id), read_transaction)
-        if run is not None and run.wanted is Wanted.CANCEL:
-            if run.state is not RunState.CANCELLING:
-                self._fire(Trigger.REQUEST_CANCEL)
-            logger.info("%s: told the trainer to cancel", self._run_id)
-            trainer.ask_to_cancel()
-            self._cancel_deadline = time.monotonic() + self._cancel_patience_seconds
 
     def _copy_events(self) -> bool:
         """Copy what has come since the last call, one batch; whether there may be more. An unreachable database is tried again later."""
@@ -219,21 +202,30 @@ class Supervisor:
             )
             return True
 
-        if self._try(record):
+        if self._database.attempt(record):
+            self._feel_pulse(batch)
             announce(self._settings, self._run_id)
             return len(batch) == EVENTS_PER_TRANSACTION
         reader.offset_bytes, reader.malformed = before
         return True
 
+    def _feel_pulse(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.type == EventType.STARTED:
+                self._pulse.step_seconds = None
+            elif event.type == EventType.STEP:
+                seconds = event.fields.get("step_seconds")
+                self._pulse.step_seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
+
     # ------------------------------------------------------------ end
     def _finish(self, attempt: int, end: TrainerEnd) -> None:
         """Judge the end and move the run to where it belongs."""
         while self._copy_events():
-            self._pause_for_database()
+            self._database.pause()
         run = self._read()
         assert run is not None, "runs are not deleted while they are active"
-        last_word = self._insist(lambda session: repository.exit_event(session, self._run_id, attempt=attempt), read_transaction)
-        lost = self._insist(lambda session: repository.lost_attempts(session, self._run_id, attempt=attempt), read_transaction)
+        last_word = self._database.insist(lambda session: repository.exit_event(session, self._run_id, attempt=attempt), read_transaction)
+        lost = self._database.insist(lambda session: repository.lost_attempts(session, self._run_id, attempt=attempt), read_transaction)
         verdict = judge(
             last_word.fields if last_word else None,
             end,
@@ -242,68 +234,54 @@ class Supervisor:
             log_tail=_tail(self._files.trainer_log),
             log_path=str(self._files.trainer_log),
         )
-        cancelled = verdict.trigger is Trigger.END_EARLY and (
-            run.wanted is Wanted.CANCEL or (last_word is not None and last_word.fields.get("reason") == "cancelled")
-        )
-        if cancelled:
-            self._fire(Trigger.REQUEST_CANCEL)
-        reason = "" if cancelled else verdict.reason
-        state = self._fire(verdict.trigger, state_reason=reason, problem=verdict.problem)
-        logger.info("%s: attempt %d ended (%s), the run is %s. %s", self._run_id, attempt, end, state, reason)
+        state = self._move(self._as_wanted(verdict, run, last_word.fields if last_word else {}))
+        logger.info("%s: attempt %d ended (%s), the run is %s. %s", self._run_id, attempt, end, state, verdict.reason)
         wake(self._settings)
 
+    def _as_wanted(self, verdict: Verdict, run: Run, last_word: Mapping[str, Any]) -> Verdict:
+        """An early end is a cancellation or a pause where somebody wanted one, also where the trainer had not heard of it."""
+        if verdict.trigger not in (Trigger.END_EARLY, Trigger.RUN_OUT_OF_SPACE):
+            return verdict
+        if run.wanted is Wanted.CANCEL or last_word.get("reason") == ExitReason.CANCELLED:
+            self._fire(Trigger.REQUEST_CANCEL)
+            return Verdict(Trigger.END_EARLY)
+        if run.wanted is Wanted.PAUSE:
+            self._fire(Trigger.REQUEST_PAUSE)
+            return replace(verdict, wait_seconds=0.0)
+        return verdict
+
+    def _move(self, verdict: Verdict) -> RunState | None:
+        """Do what the verdict says."""
+        values: dict[str, Any] = {"state_reason": verdict.reason, "problem": verdict.problem}
+        if verdict.wait_seconds:
+            values["start_after"] = now() + timedelta(seconds=verdict.wait_seconds)
+        if verdict.trigger is Trigger.RUN_OUT_OF_SPACE:
+            values["pause_cause"] = PauseCause.DISK_FULL
+        if verdict.stopped_step is not None:
+            values["stopped_step"] = verdict.stopped_step
+        return self._fire(verdict.trigger, **values)
+
     # ------------------------------------------------------------ database
-    def _fire(self, trigger: Trigger, **values: object) -> RunState | None:
-        state = self._insist(lambda session: repository.fire(session, self._run_id, trigger, epoch=self._epoch, **values))
+    def _fire(self, trigger: Trigger, **values: Any) -> RunState | None:
+        state = self._database.insist(lambda session: repository.fire(session, self._run_id, trigger, epoch=self._epoch, **values))
         if state in TERMINAL_STATES:
-            free_states(self._settings, self._run_id)
+            free_states_of_ended(self._settings, self._read())
         announce(self._settings, self._run_id)
         return state
 
+    def _complain(self, reason: str) -> None:
+        def explain(session: Session) -> None:
+            for state in ACTIVE_STATES:
+                repository.explain(session, self._run_id, state=state, reason=reason)
+
+        self._database.attempt(explain)
+        announce(self._settings, self._run_id)
+
     def _read(self) -> Run | None:
-        return self._insist(lambda session: repository.get_run(session, self._run_id), read_transaction)
+        return self._database.insist(lambda session: repository.get_run(session, self._run_id), read_transaction)
 
-    def _wanted(self, run: Run) -> Wanted:
-        newest = self._read()
-        return (newest or run).wanted
-
-    def _try(self, work: Callable[[Session], T], transaction: Transaction = write_transaction) -> T | None:
-        """One transaction; None where the database does not answer, and until the back-off has passed."""
-        if time.monotonic() < self._next_query_at:
-            return None
-        try:
-            with transaction(self._engine) as session:
-                result = work(session)
-        except DBAPIError as error:
-            self._backoff_seconds = min(max(2 * self._backoff_seconds, 0.5), LONGEST_BACKOFF_SECONDS)
-            self._next_query_at = time.monotonic() + self._backoff_seconds
-            logger.warning("the database does not answer (%s); next try in %.1f s", error.orig, self._backoff_seconds)
-            return None
-        self._backoff_seconds = 0.0
-        return result
-
-    def _insist(self, work: Callable[[Session], T], transaction: Transaction = write_transaction) -> T:
-        """The same, until the database answers."""
-        done: list[T] = []
-
-        def work_and_keep(session: Session) -> bool:
-            done[:] = [work(session)]
-            return True
-
-        while not self._try(work_and_keep, transaction):
-            self._pause_for_database()
-        return done[0]
-
-    def _pause_for_database(self) -> None:
-        """Sleep until the next query is due.
-
-        Raises:
-            Stopped: there is no time left; the events stay in the file for the next supervisor.
-        """
-        while time.monotonic() < self._next_query_at:
-            if self._stopping:
-                raise Stopped
-            time.sleep(0.1)
+    def _newest(self, run: Run) -> Run:
+        return self._read() or run
 
 
 def _tail(path: Path) -> str:

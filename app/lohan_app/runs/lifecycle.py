@@ -1,0 +1,285 @@
+"""What people ask of runs that exist: pause, resume, stop, cancel, kill, submit, retry, clone, delete. What is allowed: `runs.requests`.
+
+Each request is one transaction that holds the run's row: what it was decided by is still so when it is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from lohan.config import Durability, Precision
+from lohan_app.auth.repository import add_audit_entry
+from lohan_app.auth.schemas import Identity
+from lohan_app.base_models import repository as base_models
+from lohan_app.context import AppContext
+from lohan_app.datasets import repository as datasets
+from lohan_app.db import read_transaction, write_transaction
+from lohan_app.entities import TERMINAL_STATES, IdempotencyKey, PauseCause, Run, RunState, Wanted
+from lohan_app.entities.base import now
+from lohan_app.errors import Conflict
+from lohan_app.runs import queries, repository, service
+from lohan_app.runs.announce import announce
+from lohan_app.runs.requests import Effect, Request, allowed, effect_of, wanted_by
+from lohan_app.runs.schemas import RunRequest, detail_of
+from lohan_app.runs.service import Submission
+from lohan_app.runs.states import Trigger
+from lohan_app.worker.celery import send, wake
+from lohan_app.worker.launcher import RunFiles
+from lohan_app.worker.processes import holder_of, is_held
+from lohan_app.worker.run_files import durability_of, free_states, move_to_trash
+
+log = logging.getLogger(__name__)
+
+NAME_CHARACTERS = 255
+TRIGGERS = {
+    Request.PAUSE: Trigger.REQUEST_PAUSE,
+    Request.CANCEL: Trigger.REQUEST_CANCEL,
+    Request.RESUME: Trigger.RESUME,
+    Request.STOP: Trigger.RESUME,
+    Request.SUBMIT: Trigger.SUBMIT,
+}
+"""What a request that moves the run at once fires."""
+# What a request that moves the run at once writes besides.
+_VALUES: dict[Request, dict[str, Any]] = {
+    Request.CANCEL: {"state_reason": "", "phase_progress": None},
+    Request.PAUSE: {"state_reason": ""},
+    Request.RESUME: {"state_reason": "", "problem": None, "start_after": None},
+    Request.STOP: {"state_reason": "Goes on only to bring its result.", "problem": None, "start_after": None},
+    Request.SUBMIT: {"state_reason": ""},
+}
+
+Answer = Submission
+"""The run as the request has left it, or as the same request, by its idempotency key, found it before."""
+
+
+def ask(context: AppContext, identity: Identity, run_id: str, request: Request, idempotency_key: str | None = None) -> Answer:
+    """Pause, resume, stop, cancel, kill or submit the run. One that nobody works on is moved at once; otherwise its supervisor acts.
+
+    Raises:
+        NotFound: there is no such run that this user may see.
+        Conflict: the run's state does not allow it; the message names the state, the remedy what is allowed.
+        Unprocessable: the idempotency key is malformed, or was used for another request.
+        LohanError: a draft does not fit, or what it is made of is gone (see `service.plan`).
+    """
+    changes = _made_ready(context, identity, run_id) if request is Request.SUBMIT else {}
+
+    def work(session: Session) -> str:
+        apply(session, identity, _held(session, identity, run_id), request, changes)
+        return run_id
+
+    answer = _once(context, identity, f"{request} {run_id}", idempotency_key, work)
+    if answer.is_replay:
+        return answer
+    if answer.run.state is RunState.CANCELLED:
+        free_states(context.settings, run_id)
+    if answer.run.state is RunState.QUEUED and answer.run.prepared_at is None:
+        send("runs.prepare", run_id, settings=context.settings)
+    announce(context.settings, run_id)
+    wake(context.settings)
+    return answer
+
+
+def apply(session: Session, identity: Identity, run: Run, request: Request, changes: dict[str, Any]) -> None:
+    """Do what `request` does to a run whose row is held; `changes` are columns that go with a move.
+
+    Raises:
+        Conflict: see `ask`; nothing was changed.
+    """
+    effect = effect_of(request, run.state, run.wanted)
+    if effect is None:
+        raise _refused(run, request)
+    if effect is Effect.NOTHING:
+        return
+    if request is Request.STOP:
+        _check_has_result(run)
+    add_audit_entry(session, user_id=identity.user_id, action=f"run.{request}", subject=run.id, address=identity.address)
+    if effect is Effect.KILL:
+        run.kill_attempt = run.attempt
+        run.wanted = Wanted.CANCEL if run.wanted is Wanted.CANCEL else Wanted.PAUSE
+    elif request is not Request.SUBMIT:
+        run.wanted = wanted_by(request)
+    if effect is Effect.ASK and run.state is RunState.PAUSED:
+        run.pause_cause, run.state_reason = PauseCause.REQUEST, ""
+    session.flush()
+    if effect is Effect.NOW:
+        moved = repository.fire(session, run.id, TRIGGERS[request], only_from=run.state, **_VALUES[request], **changes)
+        assert moved is not None, "its row is held"
+
+
+def _held(session: Session, identity: Identity, run_id: str) -> Run:
+    """The run, its row held until the transaction ends."""
+    service.visible(session, identity, run_id)
+    run = repository.lock_run(session, run_id)
+    assert run is not None, "rows of runs stay"
+    return run
+
+
+def _refused(run: Run, request: Request) -> Conflict:
+    being = " and being cancelled" if run.wanted is Wanted.CANCEL and run.state not in TERMINAL_STATES else ""
+    possible = ", ".join(allowed(run)) or "nothing"
+    return Conflict(f"the run is {run.state}{being}: {request} is not possible", place=run.id, remedy=f"Allowed now: {possible}.")
+
+
+def _check_has_result(run: Run) -> None:
+    if run.step == 0:
+        raise Conflict("the run has done no step: there is nothing to keep", place=run.id, remedy="Wait for its first step, or cancel it.")
+    if run.state is RunState.PAUSED and durability_of(run) is Durability.NONE:
+        remedy = "Resume it to begin again, or cancel it."
+        raise Conflict("the run keeps nothing to go on from (durability none): what it has learned is gone", place=run.id, remedy=remedy)
+
+
+def _once(context: AppContext, identity: Identity, body: str, key: str | None, work: Callable[[Session], str]) -> Answer:
+    """Do `work` in one transaction with the reply's idempotency key, or give the reply that this key got before.
+
+    `work` returns the id of the run to reply with.
+    """
+    service.check_key(key)
+    body_hash = hashlib.sha256(body.encode()).hexdigest()
+    try:
+        with write_transaction(context.engine) as session:
+            answered = service.earlier_answer(session, identity, key, body_hash)
+            if answered is not None:
+                return answered
+            run_id = work(session)
+            session.flush()
+            session.expire_all()
+            named = queries.named_run(session, run_id)
+            assert named is not None, "it was held or made in this transaction"
+            detail = detail_of(named)
+            if key is not None:
+                reply = detail.model_dump(mode="json")
+                queries.store_reply(
+                    session, IdempotencyKey(user_id=identity.user_id, key=key, body_hash=body_hash, status_code=200, reply=reply)
+                )
+            return Answer(detail, is_replay=False)
+    except (IntegrityError, Conflict):
+        # The same key at the same time on PostgreSQL: the other request was first, and its reply is this one's too.
+        with read_transaction(context.engine) as session:
+            answered = service.earlier_answer(session, identity, key, body_hash)
+        if answered is None:
+            raise
+        return answered
+
+
+# ---------------------------------------------------------------- other runs made of this one
+def _request_of(run: Run) -> RunRequest:
+    """The submission that the run was, or would be."""
+    return RunRequest.model_validate(
+        {
+            "name": run.name,
+            "base_model_id": run.base_model_id,
+            "dataset_id": run.dataset_id,
+            "skip_bad_rows": run.skip_bad_rows,
+            "training": run.settings.get("training", {}),
+            "engine": run.settings.get("engine", {}),
+        }
+    )
+
+
+def _made_ready(context: AppContext, identity: Identity, run_id: str) -> dict[str, Any]:
+    """The columns that a draft needs to be queued: a plan for the machine as it is now."""
+    with read_transaction(context.engine) as session:
+        run = service.visible(session, identity, run_id).run
+    if run.state is not RunState.DRAFT:
+        return {}
+    request = _request_of(run)
+    with read_transaction(context.engine) as session:
+        service.check_parts(session, identity, request)
+    plan = service.plan(context, identity, request)
+    training = request.training.model_copy(update={"precision": Precision(plan.precision)})
+    settings = {"training": training.model_dump(mode="json"), "engine": request.engine.model_dump(mode="json")}
+    return {"plan": plan.model_dump(mode="json"), "settings": settings}
+
+
+def retry(context: AppContext, identity: Identity, run_id: str, idempotency_key: str | None = None) -> Answer:
+    """Queue a run with the same settings that goes on from what this one has recorded, where it has recorded anything.
+
+    Raises:
+        NotFound, Unprocessable: see `ask`.
+        Conflict: the run has not failed or been cancelled, is being retried already, or its model or dataset is gone.
+    """
+
+    def work(session: Session) -> str:
+        run = _held(session, identity, run_id)
+        if effect_of(Request.RETRY, run.state, run.wanted) is None:
+            raise _refused(run, Request.RETRY)
+        other = repository.unfinished_retry(session, run_id)
+        if other is not None:
+            raise Conflict(f"the run is being retried by {other}", place=run_id, remedy="Wait for that run, or cancel it.")
+        service.check_parts(session, identity, _request_of(run))
+        return _add(session, identity, run, RunState.QUEUED, owner_id=run.owner_id, name=run.name, plan=run.plan, parent_id=run.id)
+
+    answer = _once(context, identity, f"retry {run_id}", idempotency_key, work)
+    if not answer.is_replay:
+        send("runs.prepare", answer.run.id, settings=context.settings)
+    return answer
+
+
+def clone(context: AppContext, identity: Identity, run_id: str, idempotency_key: str | None = None) -> Answer:
+    """Make a draft with the run's settings; nothing is queued.
+
+    Raises:
+        NotFound, Unprocessable: see `ask`.
+        Conflict: the run's model or dataset is gone.
+    """
+
+    def work(session: Session) -> str:
+        run = _held(session, identity, run_id)
+        service.check_parts(session, identity, _request_of(run))
+        name = f"Copy of {run.name}"[:NAME_CHARACTERS]
+        return _add(session, identity, run, RunState.DRAFT, owner_id=identity.user_id, name=name, plan=None, parent_id=None)
+
+    return _once(context, identity, f"clone {run_id}", idempotency_key, work)
+
+
+def _add(session: Session, identity: Identity, source: Run, state: RunState, **columns: Any) -> str:
+    made = Run(
+        base_model_id=source.base_model_id,
+        dataset_id=source.dataset_id,
+        skip_bad_rows=source.skip_bad_rows,
+        settings=source.settings,
+        state=state,
+        devices=[],
+        **columns,
+    )
+    # Held, so that neither can be deleted before this run is there to need them.
+    base_models.get_locked(session, source.base_model_id)
+    datasets.get_locked(session, source.dataset_id)
+    session.add(made)
+    session.flush()
+    action = "run.retry" if state is RunState.QUEUED else "run.clone"
+    add_audit_entry(session, user_id=identity.user_id, action=action, subject=made.id, address=identity.address)
+    return made.id
+
+
+# ---------------------------------------------------------------- deletion
+def delete(context: AppContext, identity: Identity, run_id: str) -> None:
+    """Delete a run that has ended, or a draft: its files go, and nobody sees it any more.
+
+    Raises:
+        NotFound: see `ask`.
+        Conflict: it has not ended, or a process still works in its folder.
+    """
+    files = RunFiles(context.settings.run_folder(run_id))
+    with write_transaction(context.engine) as session:
+        run = _held(session, identity, run_id)
+        if effect_of(Request.DELETE, run.state, run.wanted) is None:
+            raise _refused(run, Request.DELETE)
+        if is_held(files.trainer_lock):
+            process = holder_of(files.trainer_lock) or "(unknown)"
+            raise Conflict(f"process {process} still works in the run's folder", place=run_id, remedy="Wait for it, or end it.")
+        if run.state is RunState.DRAFT:
+            repository.fire(session, run_id, Trigger.REQUEST_CANCEL)
+        repository.mark_deleted(session, run_id, now())
+        add_audit_entry(session, user_id=identity.user_id, action="run.delete", subject=run_id, address=identity.address)
+    try:
+        move_to_trash(context.settings, run_id)
+    except OSError:
+        log.exception("%s: its folder stays until the worker's next start", run_id)
+    wake(context.settings)

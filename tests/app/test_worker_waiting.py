@@ -1,0 +1,256 @@
+"""What the reconciler does for runs that nobody works on: wishes, full drives, pauses for breath, retries, and what deletions leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from fixtures.broker import Queues, running_broker
+from fixtures.runs import make_run, read_run, want
+from fixtures.service import BOTH_DATABASES
+from sqlalchemy import Engine, update
+
+from lohan.units import GIB, MIB
+from lohan_app.db import write_transaction
+from lohan_app.entities import PauseCause, Run, RunState, Wanted
+from lohan_app.entities.base import now
+from lohan_app.runs import repository
+from lohan_app.runs.states import Trigger
+from lohan_app.settings import Settings
+from lohan_app.worker.reconciler import Reconciler
+from lohan_app.worker.reservations import Machine
+from lohan_app.worker.run_files import state_directories
+from lohan_app.worker.waiting import HEADROOM_BYTES, LONGEST_WAIT
+
+ROOMY = Machine(("cpu:0", "cpu:1"), 64 * GIB, 60 * GIB, ssd_free_bytes=100 * GIB, data_free_bytes=100 * GIB)
+PLAN = {"device": "cpu", "parameters": GIB, "precision": "bf16", "tiers": [{"tier": "ssd", "items": [{"bytes": 20 * GIB}]}]}
+
+
+@pytest.fixture
+def machine() -> dict[str, Machine]:
+    """What the machine looks like; a test changes it."""
+    return {"now": ROOMY}
+
+
+@pytest.fixture
+def queues(settings: Settings) -> Iterator[Queues]:
+    """A broker without a worker: messages stay where they can be seen."""
+    with running_broker(settings) as queues:
+        yield queues
+
+
+@pytest.fixture
+def tick(settings: Settings, engine: Engine, machine: dict[str, Machine], queues: Queues) -> Iterator[Callable[[], None]]:
+    reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=lambda _: machine["now"])
+    yield reconciler.tick
+    reconciler.close()
+
+
+def set_run(engine: Engine, run_id: str, **values: Any) -> None:
+    with write_transaction(engine) as session:
+        session.execute(update(Run).where(Run.id == run_id).values(**values))
+
+
+def paused_by_full_drive(settings: Settings, engine: Engine, **columns: Any) -> str:
+    values = {"pause_cause": PauseCause.DISK_FULL, "state_reason": "The drive is full (/states).", "plan": PLAN, "device": "cpu:0"}
+    return make_run(settings, engine, state=RunState.PAUSED, **(values | columns))
+
+
+# ---------------------------------------------------------------- wishes
+@BOTH_DATABASES
+@pytest.mark.parametrize(
+    ("state", "wanted", "cause", "expected"),
+    [
+        (RunState.QUEUED, Wanted.PAUSE, None, RunState.PAUSED),
+        (RunState.QUEUED, Wanted.CANCEL, None, RunState.CANCELLED),
+        (RunState.DRAFT, Wanted.CANCEL, None, RunState.CANCELLED),
+        (RunState.PAUSED, Wanted.CANCEL, PauseCause.DISK_FULL, RunState.CANCELLED),
+        (RunState.PAUSED, Wanted.PAUSE, PauseCause.REQUEST, RunState.PAUSED),
+        (RunState.PAUSED, Wanted.PAUSE, PauseCause.DISK_FULL, RunState.PAUSED),
+        # Taken back while its trainer was pausing; stopped while it was pausing.
+        (RunState.PAUSED, Wanted.RUN, PauseCause.REQUEST, RunState.STARTING),
+        (RunState.PAUSED, Wanted.STOP, PauseCause.REQUEST, RunState.STARTING),
+        (RunState.QUEUED, Wanted.STOP, None, RunState.STARTING),
+        (RunState.DRAFT, Wanted.RUN, None, RunState.DRAFT),
+    ],
+)
+def test_what_is_wanted_of_a_waiting_run_happens(
+    settings: Settings,
+    engine: Engine,
+    tick: Callable[[], None],
+    state: RunState,
+    wanted: Wanted,
+    cause: PauseCause | None,
+    expected: RunState,
+) -> None:
+    run_id = make_run(settings, engine, state=state, wanted=wanted, pause_cause=cause)
+    tick()
+    run = read_run(engine, run_id)
+    assert (run.state, run.wanted) == (expected, wanted)
+
+
+@BOTH_DATABASES
+def test_a_wish_that_has_changed_since_it_was_read_is_not_carried_out(settings: Settings, engine: Engine) -> None:
+    run_id = make_run(settings, engine, wanted=Wanted.PAUSE)
+    read = read_run(engine, run_id)
+    want(engine, run_id, Wanted.RUN)
+    with write_transaction(engine) as session:
+        assert repository.heed(session, read, Trigger.REQUEST_PAUSE) is None
+    assert read_run(engine, run_id).state is RunState.QUEUED
+
+
+def test_the_queue_goes_on_after_a_failed_run(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
+    first, second = (make_run(settings, engine, device="cpu:0") for _ in range(2))
+    tick()
+    assert [read_run(engine, run_id).state for run_id in (first, second)] == [RunState.STARTING, RunState.QUEUED]
+    with write_transaction(engine) as session:
+        repository.fire(session, first, Trigger.FAIL, problem={"message": "why"})
+    tick()
+    assert [read_run(engine, run_id).state for run_id in (first, second)] == [RunState.FAILED, RunState.STARTING]
+
+
+# ---------------------------------------------------------------- full drives
+@pytest.mark.parametrize(
+    ("shortage", "words"),
+    [
+        ({"data_free_bytes": 2 * GIB + HEADROOM_BYTES - 1}, "it needs 2.50 GiB in the data folder, where 2.50 GiB are free"),
+        ({"ssd_free_bytes": 20 * GIB}, "it needs 21.00 GiB in the state directories, where 20.00 GiB are free"),
+    ],
+)
+def test_a_run_that_a_full_drive_has_paused_goes_on_when_space_returns(
+    settings: Settings, engine: Engine, tick: Callable[[], None], machine: dict[str, Machine], shortage: dict[str, int], words: str
+) -> None:
+    run_id = paused_by_full_drive(settings, engine)
+    machine["now"] = replace(ROOMY, **shortage)
+    for _ in range(2):
+        tick()
+        run = read_run(engine, run_id)
+        assert (run.state, run.pause_cause) == (RunState.PAUSED, PauseCause.DISK_FULL)
+        assert run.state_reason == f"The drive is full (/states). It goes on by itself when there is room: {words}."
+    machine["now"] = ROOMY
+    tick()
+    run = read_run(engine, run_id)
+    assert (run.state, run.pause_cause, run.devices) == (RunState.STARTING, None, ["cpu:0"])
+
+
+def test_space_that_other_runs_were_promised_is_not_room(
+    settings: Settings, engine: Engine, tick: Callable[[], None], machine: dict[str, Machine]
+) -> None:
+    run_id = paused_by_full_drive(settings, engine)
+    other = make_run(settings, engine, state=RunState.STARTING, devices=["cpu:1"], reserved_ssd_bytes=85 * GIB)
+    tick()
+    assert read_run(engine, run_id).state is RunState.PAUSED
+    set_run(engine, other, step=1)  # its states are on the drive now, and no longer free
+    tick()
+    assert read_run(engine, run_id).state is RunState.STARTING
+
+
+def test_its_own_states_are_counted_once(settings: Settings, engine: Engine, tick: Callable[[], None], machine: dict[str, Machine]) -> None:
+    run_id = paused_by_full_drive(settings, engine, plan=PLAN | {"tiers": [{"tier": "ssd", "items": [{"bytes": 2 * MIB}]}]})
+    machine["now"] = replace(ROOMY, ssd_free_bytes=2 * HEADROOM_BYTES)
+    tick()
+    assert read_run(engine, run_id).state is RunState.PAUSED
+    states = state_directories(settings, run_id)[0]
+    states.mkdir(parents=True)
+    (states / "master.bin").write_bytes(bytes(2 * MIB))
+    tick()
+    assert read_run(engine, run_id).state is RunState.STARTING
+
+
+def test_a_quota_is_not_tried_again_at_once_and_a_person_may_keep_it_paused(
+    settings: Settings, engine: Engine, tick: Callable[[], None]
+) -> None:
+    waiting = paused_by_full_drive(settings, engine, start_after=now() + timedelta(minutes=1))
+    kept = paused_by_full_drive(settings, engine, wanted=Wanted.PAUSE)
+    tick()
+    assert [read_run(engine, run_id).state for run_id in (waiting, kept)] == [RunState.PAUSED, RunState.PAUSED]
+    set_run(engine, waiting, start_after=now() - timedelta(seconds=1))
+    tick()
+    assert [read_run(engine, run_id).state for run_id in (waiting, kept)] == [RunState.STARTING, RunState.PAUSED]
+
+
+# ---------------------------------------------------------------- pauses for breath
+@BOTH_DATABASES
+def test_a_run_takes_breath_and_lets_others_pass(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
+    tired = make_run(settings, engine, device="cpu:0", start_after=now() + timedelta(minutes=1), state_reason="Killed (attempt 2 of 3).")
+    other = make_run(settings, engine, device="cpu:0")
+    tick()
+    assert [read_run(engine, run_id).state for run_id in (tired, other)] == [RunState.QUEUED, RunState.STARTING]
+    assert read_run(engine, tired).state_reason == "Killed (attempt 2 of 3)."
+
+
+@pytest.mark.parametrize("off", [-timedelta(seconds=1), LONGEST_WAIT + timedelta(days=1)])
+def test_a_moment_that_has_passed_or_that_a_clock_set_back_has_moved_away_holds_nobody(
+    settings: Settings, engine: Engine, tick: Callable[[], None], off: timedelta
+) -> None:
+    run_id = make_run(settings, engine, start_after=now() + off)
+    tick()
+    assert read_run(engine, run_id).state is RunState.STARTING
+
+
+# ---------------------------------------------------------------- retries
+def leave_states(settings: Settings, run_id: str, text: str) -> None:
+    for folder in state_directories(settings, run_id):
+        folder.mkdir(parents=True)
+        (folder / "states.bin").write_text(text)
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    """With two drives for states."""
+    return settings.model_copy(update={"state_dirs": (settings.data_dir / "drive-0", settings.data_dir / "drive-1")})
+
+
+def test_a_retry_begins_with_what_its_parent_has_recorded(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
+    parent = make_run(settings, engine, state=RunState.FAILED)
+    leave_states(settings, parent, "recorded")
+    # Cut off between the drives, and gone on with.
+    child = make_run(settings, engine, parent_id=parent)
+    first = state_directories(settings, parent)[0]
+    first.rename(state_directories(settings, child)[0])
+    for _ in range(2):
+        tick()
+        assert [(folder / "states.bin").read_text() for folder in state_directories(settings, child)] == ["recorded"] * 2
+        assert not any(folder.exists() for folder in state_directories(settings, parent))
+    assert read_run(engine, child).state is RunState.STARTING
+
+
+def test_a_run_that_has_begun_keeps_its_own_states(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
+    parent = make_run(settings, engine, state=RunState.FAILED)
+    child = make_run(settings, engine, parent_id=parent, attempt=1)
+    leave_states(settings, parent, "of the parent")
+    leave_states(settings, child, "its own")
+    tick()
+    assert [(folder / "states.bin").read_text() for folder in state_directories(settings, child)] == ["its own"] * 2
+    assert all(folder.exists() for folder in state_directories(settings, parent))
+
+
+# ---------------------------------------------------------------- deletions
+def test_a_deleted_run_leaves_nothing_and_touches_no_other(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
+    deleted, other = (make_run(settings, engine, state=RunState.FAILED) for _ in range(2))
+    for run_id in (deleted, other):
+        leave_states(settings, run_id, "x")
+    set_run(engine, deleted, deleted_at=now())  # and the web process was killed before it came to the folder
+    tick()
+    assert not settings.run_folder(deleted).exists()
+    assert not any(folder.exists() for folder in state_directories(settings, deleted))
+    assert list((settings.data_dir / "trash").iterdir()) == []
+    assert settings.run_folder(other).exists()
+    assert all(folder.exists() for folder in state_directories(settings, other))
+
+
+def test_the_trash_is_emptied_and_a_waiting_retry_still_gets_its_states(
+    settings: Settings, engine: Engine, tick: Callable[[], None]
+) -> None:
+    tick()  # the look at what was left behind is over
+    parent = make_run(settings, engine, state=RunState.FAILED)
+    leave_states(settings, parent, "recorded")
+    child = make_run(settings, engine, parent_id=parent, prepared_at=None)
+    set_run(engine, parent, deleted_at=now())
+    settings.run_folder(parent).rename(settings.data_dir / "trash" / parent)
+    tick()
+    assert list((settings.data_dir / "trash").iterdir()) == []
+    assert [(folder / "states.bin").read_text() for folder in state_directories(settings, child)] == ["recorded"] * 2
