@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from fixtures.appliance import Appliance, TrainerCount, free_port
 from fixtures.processes import is_alive, no_process_left
-from fixtures.runs import read_run, want
+from fixtures.runs import kill_wanted, read_run, want
 from fixtures.waiting import wait_until
 
 from lohan_app.entities import RunState, Wanted
@@ -153,6 +153,42 @@ def test_cancel_reaches_queued_and_running_runs(appliance: Appliance) -> None:
         want(appliance.engine, run_id, Wanted.CANCEL)
     for run_id in (running, unprepared):
         appliance.wait_for_end(run_id, RunState.CANCELLED)
+
+
+def test_a_pause_outlives_everything_and_the_run_goes_on_from_there(appliance: Appliance) -> None:
+    run_id = appliance.submit_held()
+    with TrainerCount(appliance, run_id) as count:
+        appliance.supervisor(run_id).kill()
+        want(appliance.engine, run_id, Wanted.PAUSE)
+        killed = appliance.worker()
+        killed.kill()
+        wait_until(lambda: read_run(appliance.engine, run_id).state is RunState.PAUSED, timeout_seconds=90, what="the pause")
+        assert appliance.trainers(run_id) == []
+        appliance.release(run_id)
+        want(appliance.engine, run_id, Wanted.RUN)  # which is all that a request to resume needs to leave behind
+        appliance.wait_for_end(run_id)
+    appliance.check_whole_curve(run_id, attempt=2)
+    assert count.most == 1
+    wait_until(appliance.is_staffed, what="the worker's restart")
+
+
+def test_a_trainer_that_hears_nothing_is_killed_by_request_and_the_queue_goes_on(appliance: Appliance) -> None:
+    deaf = appliance.submit(steps=100_000, script={"ignore_signals": True}, device="cpu:1", name="deaf")
+    wait_until(lambda: read_run(appliance.engine, deaf).step >= 1, timeout_seconds=90, what="its first step")
+    after = appliance.submit(device="cpu:1")
+    want(appliance.engine, deaf, Wanted.CANCEL)
+    wait_until(lambda: read_run(appliance.engine, deaf).state is RunState.CANCELLING, what="the request to be passed on")
+    kill_wanted(appliance.engine, deaf)
+    appliance.wait_for_end(deaf, RunState.CANCELLED)
+    assert appliance.trainers(deaf) == []
+    appliance.wait_for_end(after)
+
+
+def test_a_failed_run_is_followed_by_the_next(appliance: Appliance) -> None:
+    failing = appliance.submit(script={"fail_at_step": 2}, device="cpu:1", name="failing")
+    after = appliance.submit(device="cpu:1")
+    appliance.wait_for_end(failing, RunState.FAILED)
+    appliance.wait_for_end(after)
 
 
 def test_killed_lohan_up_takes_its_children_along_and_leaves_the_run(appliance: Appliance) -> None:

@@ -9,20 +9,21 @@ import json
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from fixtures.appliance import REAL_UP_COMMAND, Appliance, TrainerCount, free_port
 from fixtures.processes import no_process_left
 from fixtures.rows import messages_rows
-from fixtures.runs import read_metrics, read_run
+from fixtures.runs import read_events, read_metrics, read_run, want
 from fixtures.tiny_model import make_tiny_model
 from fixtures.waiting import wait_until
 from safetensors.numpy import load_file
 
 from lohan_app.datasets.service import rows_path
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import BaseModel, BaseModelSource, BaseModelState, Dataset, DatasetState, Role, Run, User
+from lohan_app.entities import BaseModel, BaseModelSource, BaseModelState, Dataset, DatasetState, Role, Run, RunState, User, Wanted
 from lohan_app.entities.base import now
 from lohan_app.settings import Settings
 
@@ -78,7 +79,7 @@ def is_ready(appliance: Appliance, model_id: str, dataset_id: str) -> bool:
     return (model.state, dataset.state) == (BaseModelState.READY, DatasetState.READY)
 
 
-def submit(appliance: Appliance, ids: tuple[str, str, str]) -> str:
+def submit(appliance: Appliance, ids: tuple[str, str, str], **columns: Any) -> str:
     training = {
         "max_steps": STEPS,
         "batch_size": 4,
@@ -90,7 +91,7 @@ def submit(appliance: Appliance, ids: tuple[str, str, str]) -> str:
     with write_transaction(appliance.engine) as session:
         run = Run(
             owner_id=ids[0], base_model_id=ids[1], dataset_id=ids[2], name="tiny", devices=[], created_at=now() - LOST,
-            settings={"training": training, "engine": {"threads": 1, "durability": "step", "unsafe_filesystems": "allow"}},
+            settings={"training": training, "engine": {"threads": 1, "durability": "step", "unsafe_filesystems": "allow"}}, **columns,
         )  # fmt: skip
         session.add(run)
         session.flush()
@@ -148,3 +149,28 @@ def check_equals_an_undisturbed_run(appliance: Appliance, ids: tuple[str, str, s
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         assert np.array_equal(weight, expected[name]), name
+
+
+def test_a_real_run_is_paused_retried_from_its_states_and_stopped_with_its_result(appliance: Appliance) -> None:
+    """What it has recorded goes from the run that failed to the one that retries it, and from there into the result."""
+    ids = register(appliance)
+    wait_until(lambda: is_ready(appliance, ids[1], ids[2]), timeout_seconds=120, what="the model and the rows")
+    run_id = submit(appliance, ids)
+    wait_until(lambda: read_run(appliance.engine, run_id).step >= 2, timeout_seconds=180, what="step 2")
+    want(appliance.engine, run_id, Wanted.PAUSE)
+    wait_until(lambda: read_run(appliance.engine, run_id).state is RunState.PAUSED, timeout_seconds=60, what="the pause")
+    step = read_run(appliance.engine, run_id).step
+    assert 2 <= step < STEPS
+    assert read_events(appliance.engine, run_id)[-1].fields["reason"] == "paused"
+    with write_transaction(appliance.engine) as session:
+        run = session.get(Run, run_id)
+        assert run is not None
+        run.state = RunState.FAILED  # as a fault would have left it
+    retry = submit(appliance, ids, parent_id=run_id, wanted=Wanted.STOP)
+    ended = appliance.wait_for_end(retry)
+    assert (ended.resumed_step, ended.step, ended.stopped_step) == (step, step, step)
+    assert read_metrics(appliance.engine, retry) == [], "it does no step of its own"
+    assert (appliance.settings.run_folder(retry) / "export" / "config.json").exists()
+    assert weights(appliance, retry)
+    assert not (appliance.settings.state_folders[0] / run_id).exists()
+    assert not (appliance.settings.state_folders[0] / retry).exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from fixtures.service import BOTH_DATABASES, Person
 from fixtures.things import ready_dataset, ready_model
@@ -9,10 +11,14 @@ from fixtures.tiny_model import make_tiny_tokenizer
 from safetensors.numpy import load_file
 from sqlalchemy import Engine
 
+from lohan.errors import EngineError
 from lohan_app.base_models.service import model_folder
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import Run, RunState, Wanted
+from lohan_app.entities import PauseCause, Run, RunState, Wanted
+from lohan_app.entities.base import now
+from lohan_app.runs import prepare, repository
 from lohan_app.runs.prepare import prepare_run
+from lohan_app.runs.states import Trigger
 from lohan_app.settings import Settings
 
 
@@ -103,3 +109,54 @@ def test_a_second_message_changes_nothing(owner: Person, settings: Settings, eng
     prepare_run(settings, engine, run_id)
     prepare_run(settings, engine, "run_unknown")
     assert (stored(engine, run_id).prepared_at, tokens.stat().st_ino) == (before, inode)
+
+
+def refusing(message: str, between: Callable[[], None] = lambda: None) -> Callable[..., None]:
+    def run_limited(*_arguments: object, **_options: object) -> None:
+        between()
+        raise EngineError(message)
+
+    return run_limited
+
+
+@BOTH_DATABASES
+def test_a_full_drive_pauses_a_run_that_is_being_prepared(owner: Person, settings: Settings, engine: Engine, monkeypatch):
+    run_id = queued(engine, owner, ready_model(settings, engine), ready_dataset(settings, engine, owner))
+    monkeypatch.setattr(prepare, "run_limited", refusing("ended with exit code 1: OSError: [Errno 28] No space left on device"))
+    prepare_run(settings, engine, run_id)
+    run = stored(engine, run_id)
+    assert (run.state, run.pause_cause, run.problem) == (RunState.PAUSED, PauseCause.DISK_FULL, None)
+    assert run.start_after is not None
+
+
+@pytest.mark.parametrize("state", [RunState.STARTING, RunState.RUNNING, RunState.SUCCEEDED, RunState.CANCELLED, RunState.QUEUED])
+def test_a_task_that_fails_late_leaves_the_run_alone(owner: Person, settings: Settings, engine: Engine, monkeypatch, state: RunState):
+    """Its message had come twice: the other task has prepared the run, which may have gone on since."""
+    run_id = queued(engine, owner, ready_model(settings, engine), ready_dataset(settings, engine, owner))
+
+    def other_task() -> None:
+        with write_transaction(engine) as session:
+            run = session.get(Run, run_id)
+            assert run is not None
+            run.state, run.prepared_at = state, now()
+
+    monkeypatch.setattr(prepare, "run_limited", refusing("killed", other_task))
+    prepare_run(settings, engine, run_id)
+    run = stored(engine, run_id)
+    assert (run.state, run.problem) == (state, None)
+
+
+def test_a_run_that_is_paused_while_it_is_prepared_keeps_the_work(owner: Person, settings: Settings, engine: Engine, monkeypatch):
+    run_id = queued(engine, owner, ready_model(settings, engine), ready_dataset(settings, engine, owner))
+    whole = prepare.run_limited
+
+    def paused_meanwhile(*arguments, **options):
+        with write_transaction(engine) as session:
+            repository.fire(session, run_id, Trigger.REQUEST_PAUSE)
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(prepare, "run_limited", paused_meanwhile)
+    prepare_run(settings, engine, run_id)
+    run = stored(engine, run_id)
+    assert run.state is RunState.PAUSED
+    assert run.prepared_at is not None

@@ -31,7 +31,7 @@ router = APIRouter(dependencies=[Depends(require_session)])
 
 RUNS_SHOWN = 25
 EVENTS_SHOWN = 200
-BUSY_STATES = ACTIVE_STATES | {RunState.QUEUED}
+BUSY_STATES = ACTIVE_STATES | {RunState.QUEUED, RunState.PAUSED}  # a full drive's pause ends by itself
 # Name in the address -> label and states; all states where there are none.
 FILTERS: dict[str, tuple[str, frozenset[RunState]]] = {
     "all": ("All", frozenset()),
@@ -44,8 +44,18 @@ FILTERS: dict[str, tuple[str, frozenset[RunState]]] = {
 Show = Annotated[str, Query(alias="show", max_length=20)]
 
 
+async def _form(request: Request) -> dict[str, str]:
+    """The sent fields as text; a field sent twice counts once."""
+    return {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
+
+
+Form = Annotated[dict[str, str], Depends(_form)]
+
+
 # ---------------------------------------------------------------- list
-def _list_fields(context: AppContext, identity: Identity, show: str, after: str | None) -> dict[str, Any]:
+def _list_fields(
+    context: AppContext, identity: Identity, show: str, after: str | None, problem: LohanError | None = None
+) -> dict[str, Any]:
     chosen = show if show in FILTERS else "all"
     page = service.list_runs(context, identity, after, RUNS_SHOWN, states=FILTERS[chosen][1] or None)
     return {
@@ -56,7 +66,17 @@ def _list_fields(context: AppContext, identity: Identity, show: str, after: str 
         # A filtered list may gain runs that were in another state before; only a page of ended runs stays as it is.
         "is_busy": any(run.state in BUSY_STATES for run in page.items) or chosen in ("running", "queued"),
         "phase_names": presentation.PHASE_NAMES,
+        "failure_words": {cause: f"{words[0].upper()}{words[1:]}" for cause, words in presentation.FAILURE_WORDS.items()},
+        "quick_actions": presentation.QUICK_ACTIONS,
+        "may_write": identity.may(Scope.RUNS),
+        "new_key": _new_key,
+        "problem": problem,
     }
+
+
+def _new_key() -> str:
+    """For a form's hidden field: a second click or a reload is answered as the first."""
+    return uuid.uuid4().hex
 
 
 @router.get("/runs")
@@ -70,15 +90,27 @@ def runs_list(request: Request, identity: PageUser, context: Context, show: Show
     return render(request, "runs/_list.html", _list_fields(context, identity, show, after), viewer=identity)
 
 
+@router.post("/runs/partials/list/{run_id}/{wanted}")
+def ask_from_list(
+    request: Request,
+    identity: PageUser,
+    context: Context,
+    form: Form,
+    run_id: str,
+    wanted: requests.Request,
+    show: Show = "all",
+    after: After = None,
+) -> HTMLResponse:
+    """Ask something of a run in the list; the list comes back, with the reason where it was refused."""
+    problem = None
+    try:
+        _ask(context, identity, run_id, wanted, form)
+    except LohanError as error:
+        problem = error
+    return render(request, "runs/_list.html", _list_fields(context, identity, show, after, problem), viewer=identity)
+
+
 # ---------------------------------------------------------------- new run
-async def _form(request: Request) -> dict[str, str]:
-    """The sent fields as text; a field sent twice counts once."""
-    return {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
-
-
-Form = Annotated[dict[str, str], Depends(_form)]
-
-
 def _devices(context: AppContext) -> list[tuple[str, str]]:
     try:
         facts = context.hardware.facts()
@@ -144,10 +176,15 @@ def _plan_fields(context: AppContext, identity: Identity, form: Mapping[str, str
 
 
 @router.get("/runs/new")
-def new_run_page(request: Request, identity: PageUser, context: Context, base_model_id: str = "", dataset_id: str = "") -> HTMLResponse:
+def new_run_page(
+    request: Request, identity: PageUser, context: Context, base_model_id: str = "", dataset_id: str = "", from_run: str = ""
+) -> HTMLResponse:
+    """The form as it opens; with the settings of `from_run` where one is named."""
     values = run_form.default_values(_suggested_precision(context)[0]) | {"base_model_id": base_model_id, "dataset_id": dataset_id}
-    fields = _form_fields(context, identity, values) | {"idempotency_key": uuid.uuid4().hex}
-    if values["base_model_id"]:
+    if from_run:
+        values |= run_form.values_of(service.get_run(context, identity, from_run))
+    fields = _form_fields(context, identity, values) | {"idempotency_key": _new_key()}
+    if values["base_model_id"] and not from_run:
         context_length = base_models.get_model(context, values["base_model_id"]).context_length
         values["sequence_length"] = min(values["sequence_length"], context_length)
     fields |= _plan_fields(context, identity, {name: str(value) for name, value in values.items()})
@@ -173,7 +210,7 @@ def submit_run(request: Request, identity: PageUser, context: Context, form: For
         submission = service.submit(context, identity, wanted, form.get("idempotency_key") or None)
     except LohanError as error:
         fields = _form_fields(context, identity, run_form.kept_values(form), error)
-        fields |= {"idempotency_key": uuid.uuid4().hex} | _plan_fields(context, identity, form)
+        fields |= {"idempotency_key": _new_key()} | _plan_fields(context, identity, form)
         return render(request, "runs/new.html", fields, viewer=identity, status_code=problem_of_error(error).status)
     return RedirectResponse(f"/runs/{submission.run.id}", 303)
 
@@ -183,7 +220,7 @@ def _summary(context: AppContext, identity: Identity, run_id: str) -> dict[str, 
     run = service.get_run(context, identity, run_id)
     latest = service.metrics(context, identity, run_id, after_step=max(0, run.step - 1)).data
     speed = latest[-1].tokens_per_second if latest else None
-    return presentation.summary_fields(run, tokens_per_second=speed, may_write=identity.may(Scope.RUNS))
+    return presentation.summary_fields(run, tokens_per_second=speed, may_write=identity.may(Scope.RUNS)) | {"new_key": _new_key}
 
 
 def _events(context: AppContext, identity: Identity, run_id: str) -> list[dict[str, Any]]:
@@ -219,10 +256,27 @@ def run_events(request: Request, identity: PageUser, context: Context, run_id: s
     return render(request, "runs/_events.html", fields, viewer=identity)
 
 
-@router.post("/runs/{run_id}/cancel")
-def cancel_run(request: Request, identity: PageUser, context: Context, run_id: str) -> Response:
+def _ask(context: AppContext, identity: Identity, run_id: str, wanted: requests.Request, form: Mapping[str, str]) -> str:
+    """Do what was asked of the run; returns the address to look at then."""
+    key = form.get("idempotency_key") or None
+    match wanted:
+        case requests.Request.RETRY:
+            return f"/runs/{lifecycle.retry(context, identity, run_id, key).run.id}"
+        case requests.Request.CLONE:
+            return f"/runs/{lifecycle.clone(context, identity, run_id, key).run.id}"
+        case requests.Request.DELETE:
+            lifecycle.delete(context, identity, run_id)
+            return "/runs"
+        case _:
+            lifecycle.ask(context, identity, run_id, wanted, key)
+            return f"/runs/{run_id}"
+
+
+@router.post("/runs/{run_id}/{wanted}")
+def ask_of_run(request: Request, identity: PageUser, context: Context, form: Form, run_id: str, wanted: requests.Request) -> Response:
+    """Ask something of the run; where it is refused, the run's page says why and what is possible."""
     try:
-        lifecycle.ask(context, identity, run_id, requests.Request.CANCEL)
+        address = _ask(context, identity, run_id, wanted, form)
     except LohanError as error:
         return _run_page(request, context, identity, run_id, error)
-    return RedirectResponse(f"/runs/{run_id}", 303)
+    return RedirectResponse(address, 303)

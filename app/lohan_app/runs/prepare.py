@@ -85,7 +85,7 @@ def _give_up(session: Session, run_id: str, error: LohanError) -> None:
 
 
 def _is_waiting(run: Run) -> bool:
-    return run.state is RunState.QUEUED and run.wanted is Wanted.RUN and run.prepared_at is None
+    return run.state is RunState.QUEUED and run.wanted in (Wanted.RUN, Wanted.STOP) and run.prepared_at is None
 
 
 def _note(settings: Settings, engine: Engine, run_id: str, **values: object) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from lohan.events import EventType, ExitReason, Phase
+from lohan.config import Durability, EngineSection
+from lohan.events import EventType, ExitReason, FailureCause, Phase
 from lohan.units import GIB, format_count, format_duration
-from lohan_app.entities import TERMINAL_STATES, RunState
+from lohan_app.entities import TERMINAL_STATES, PauseCause, RunState, Wanted
 from lohan_app.entities.base import now
+from lohan_app.runs.requests import Request
 from lohan_app.runs.schemas import RunDetail, RunView
 from lohan_app.runs.states import ACTIVE_STATES
 from lohan_app.templating import MISSING, format_integer, format_number, format_rate, from_unix
@@ -30,8 +32,32 @@ SILENCE = timedelta(minutes=2)
 EXIT_TEXTS = {
     ExitReason.SUCCEEDED: ("good", "Succeeded"),
     ExitReason.CANCELLED: ("", "Stopped because it was cancelled"),
+    ExitReason.PAUSED: ("", "Paused by request"),
     ExitReason.INTERRUPTED: ("warn", "Interrupted: the machine or the service stops"),
 }
+FAILURE_WORDS: dict[str, str] = {
+    FailureCause.GPU_MEMORY: "GPU memory ran out",
+    FailureCause.HOST_MEMORY: "host memory ran out",
+    FailureCause.STORAGE: "a drive failed",
+    FailureCause.NON_FINITE: "its loss is no longer a number",
+    FailureCause.DATA: "its rows cannot be used",
+    FailureCause.MODEL: "its model cannot be used",
+    FailureCause.SETTINGS: "its settings cannot be used",
+    FailureCause.RESUME: "it cannot go on from what it has recorded",
+    FailureCause.CAPACITY: "it does not fit this machine",
+    FailureCause.LOST_GPU: "the GPU stopped answering",
+    FailureCause.KILLED: "its trainer was killed",
+    FailureCause.HUNG: "its trainer hung",
+}
+"""By `FailureCause`; a fault of the program has no shorter word than its message."""
+PAUSE_TITLES = {PauseCause.REQUEST: "Paused", PauseCause.DISK_FULL: "Paused: a drive is full"}
+# The one thing a row of the list offers: the first of these that is possible. What cannot be taken back is on the run's own page.
+QUICK_ACTIONS = (
+    (Request.SUBMIT, "Queue it", "play"),
+    (Request.RETRY, "Retry", "retry"),
+    (Request.RESUME, "Resume", "play"),
+    (Request.PAUSE, "Pause", "pause"),
+)
 SETTING_NAMES = {
     "batch_size": "Batch size",
     "sequence_length": "Sequence length",
@@ -64,7 +90,12 @@ def summary_fields(run: RunDetail, *, tokens_per_second: float | None, may_write
     return {
         "run": run,
         "is_terminal": is_terminal,
-        "may_cancel": may_write and not is_terminal and run.state is not RunState.CANCELLING,
+        "actions": _actions(run) if may_write else [],
+        "pause_loses_all": run.state in ACTIVE_STATES and _durability(run) is Durability.NONE,
+        "failure_title": _failure_title(run),
+        "retry_text": _retry_text(run),
+        "pause_title": PAUSE_TITLES.get(run.pause_cause or PauseCause.REQUEST, "Paused"),
+        "resume_text": _resume_text(run),
         "is_silent": _is_silent(run),
         "phases": phase_line(run),
         "fraction": fraction(run),
@@ -74,6 +105,41 @@ def summary_fields(run: RunDetail, *, tokens_per_second: float | None, may_write
         "speed_text": f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second is not None else MISSING,
         **_evaluation(run),
     }
+
+
+def _actions(run: RunDetail) -> list[Request]:
+    """What the page offers. Killing comes into sight only where something else was asked for in vain, or the trainer is silent."""
+    in_vain = run.wanted is not Wanted.RUN or run.state in (RunState.PAUSING, RunState.CANCELLING) or _is_silent(run)
+    return [request for request in run.allowed if request is not Request.FORCE_STOP or in_vain]
+
+
+def _durability(run: RunDetail) -> Durability:
+    try:
+        return Durability(run.settings.get("engine", {}).get("durability", EngineSection().durability))
+    except ValueError:  # stored by another version
+        return Durability.NONE
+
+
+def _failure_title(run: RunView) -> str:
+    words = FAILURE_WORDS.get(str((run.problem or {}).get("cause")))
+    return f"This run failed: {words}" if words else "This run failed"
+
+
+def _retry_text(run: RunDetail) -> str:
+    if _durability(run) is Durability.NONE or not run.step:
+        return "Retry queues it once more, from the base model; Clone makes a draft whose settings you can change."
+    return (
+        "Retry queues it once more and goes on from its last recorded step; Clone makes a draft whose settings you can change."
+        " What it has recorded takes space until the run is retried or deleted."
+    )
+
+
+def _resume_text(run: RunDetail) -> str:
+    if run.pause_cause is PauseCause.DISK_FULL:
+        return "Free space on the drive, or delete runs that are no longer needed: nothing of this run is lost."
+    if _durability(run) is Durability.NONE or not run.step:
+        return "Resume queues it again; it begins from the base model."
+    return "Resume queues it again; it goes on from its last recorded step."
 
 
 def _attempt(run: RunView) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from lohan.config import EngineSection, Precision, TrainingSection
 from lohan.units import GIB
 from lohan_app.forms import FormError, read_form, without_blanks
-from lohan_app.runs.schemas import PlanRequest, RunRequest
+from lohan_app.runs.schemas import PlanRequest, RunDetail, RunRequest
 from lohan_app.templating import format_rate
 
 TRAINING_FIELDS = (
@@ -66,6 +66,23 @@ def default_values(precision: Precision = Precision.BF16) -> dict[str, Any]:
         "gpu_memory_gib": "",
         "host_memory_gib": "",
     }
+
+
+def values_of(run: RunDetail) -> dict[str, Any]:
+    """The form as it would have been filled in for `run`; what was left open stays open."""
+    training, engine = run.settings.get("training", {}), run.settings.get("engine", {})
+    values: dict[str, Any] = {"base_model_id": run.base_model_id, "dataset_id": run.dataset_id, "name": run.name}
+    values["skip_bad_rows"] = run.skip_bad_rows
+    for section, names in ((training, TRAINING_FIELDS), (engine, ENGINE_FIELDS)):
+        values |= {name: _as_typed(section[name]) for name in names if section.get(name) is not None}
+    for name, source in GIB_FIELDS.items():
+        if engine.get(source) is not None:
+            values[name] = f"{engine[source] / GIB:g}"
+    return values
+
+
+def _as_typed(value: Any) -> Any:
+    return format_rate(value) if isinstance(value, float) else value
 
 
 def kept_values(form: Mapping[str, str]) -> dict[str, Any]:

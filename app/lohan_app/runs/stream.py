@@ -49,9 +49,9 @@ QUEUE_LIMIT = 4 * EVENTS_PER_LOOK
 STREAMS_PER_USER = 32
 # What of a run is news besides its steps.
 _STATE_FIELDS = (
-    "state", "wanted", "state_reason", "phase", "phase_progress", "attempt", "resumed_step", "total_steps", "first_loss", "last_loss",
-    "prepared_at",
-)  # fmt: skip
+    *("state", "wanted", "state_reason", "pause_cause", "stopped_step", "start_after", "phase", "phase_progress", "attempt"),
+    *("resumed_step", "total_steps", "first_loss", "last_loss", "prepared_at"),
+)
 _EVENT_ID = re.compile(r"(\d{1,9}):(\d{1,9})")
 _EVENT_TYPES = frozenset(str(kind) for kind in EventType)
 _END: Final = None
