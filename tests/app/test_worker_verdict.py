@@ -89,6 +89,14 @@ def test_a_lost_gpu_is_tried_again_before_the_run_is_given_up() -> None:
     assert (last.problem["cause"], last.problem["remedy"]) == ("lost_gpu", "Look.")
 
 
+@pytest.mark.parametrize("killed", [Killed.BY_REQUEST, Killed.UNHEEDING])
+@pytest.mark.parametrize("status", [-signal.SIGKILL, None])
+def test_what_was_killed_by_request_was_not_lost(status: int | None, killed: Killed) -> None:
+    expected = Verdict(Trigger.END_EARLY, f"The trainer was killed by request. {RESUME}")
+    assert verdict(None, status, lost=99, killed=killed, goes_on=RESUME, out_of_memory=True) == expected
+    assert verdict({"reason": "succeeded"}, status, killed=killed) == Verdict(Trigger.SUCCEED), "it was done before"
+
+
 @pytest.mark.parametrize("cause", ["gpu_memory", "host_memory", "non_finite", "data", "model", "settings", "resume", "capacity", "storage"])
 def test_what_the_next_attempt_would_meet_again_fails_at_once(cause: str) -> None:
     error = {"kind": "LohanError", "message": "odd", "place": None, "remedy": None, "cause": cause}
@@ -105,7 +113,6 @@ def test_what_the_next_attempt_would_meet_again_fails_at_once(cause: str) -> Non
         # Its own supervisor's SIGKILL is not the kernel's, whatever else was killed meanwhile.
         (-signal.SIGKILL, Killed.HUNG, True, "hung"),
         (None, Killed.HUNG, False, "hung"),
-        (-signal.SIGKILL, Killed.BY_REQUEST, True, "killed"),
         (1, None, False, "program"),
         (3, None, False, "program"),
     ],

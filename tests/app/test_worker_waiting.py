@@ -242,6 +242,18 @@ def test_a_deleted_run_leaves_nothing_and_touches_no_other(settings: Settings, e
     assert all(folder.exists() for folder in state_directories(settings, other))
 
 
+def test_states_that_a_kill_has_left_behind_are_found_at_start(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
+    ended = [make_run(settings, engine, state=state) for state in (RunState.SUCCEEDED, RunState.CANCELLED)]
+    ended.append(make_run(settings, engine, state=RunState.FAILED))
+    set_run(engine, ended[-1], settings={"training": {"max_steps": 3}, "engine": {"durability": "none"}})
+    needed = [make_run(settings, engine, state=state) for state in (RunState.FAILED, RunState.PAUSED, RunState.RUNNING)]
+    for run_id in (*ended, *needed, "run_of_somebody_else"):
+        leave_states(settings, run_id, "x")
+    tick()
+    left = {path.name for folder in settings.state_folders for path in folder.iterdir()}
+    assert left == {*needed, "run_of_somebody_else"}
+
+
 def test_the_trash_is_emptied_and_a_waiting_retry_still_gets_its_states(
     settings: Settings, engine: Engine, tick: Callable[[], None]
 ) -> None:

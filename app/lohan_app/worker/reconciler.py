@@ -88,7 +88,7 @@ class Reconciler:
                 return
         waiting = self._waiting
         for work in (
-            *(waiting.heed, waiting.resume_where_there_is_room, waiting.take_over, waiting.sweep_deleted),
+            *(waiting.heed, waiting.resume_where_there_is_room, waiting.take_over, waiting.sweep),
             *(self._start_queued, self._revive_supervisors, self._send_again),
         ):
             try:

@@ -72,7 +72,7 @@ def judge(
 
     `exit_fields` are those of the attempt's `exit` event, None where there is none; `lost_attempts` counts the attempts, this one
     included, whose trainer was not stopped by its host; `goes_on` says where the next attempt begins. The event wins over the status: a
-    process may still fall over its own teardown.
+    process may still fall over its own teardown. What was killed by request was not lost, however often.
     """
     reason = exit_fields.get("reason") if exit_fields is not None else _reason_of(end.status)
     if reason == ExitReason.SUCCEEDED:
@@ -87,6 +87,8 @@ def judge(
         error = exit_fields.get("error")
         problem = error if isinstance(error, dict) else _program_error("the trainer failed without a reason", log_path)
         return _failure(problem, lost_attempts, goes_on)
+    if end.killed in (Killed.BY_REQUEST, Killed.UNHEEDING):
+        return Verdict(Trigger.END_EARLY, f"The trainer was killed by request. {goes_on}")
     if end.status == ExitCode.OUT_OF_SPACE:
         return out_of_space({"message": "the drive is full", "place": str(log_path)})
     if end.status is not None and end.status >= 0 and end.status != ExitCode.LOCKED:
@@ -164,8 +166,6 @@ def _words(end: TrainerEnd) -> tuple[str, str, FailureCause]:
             "See the kernel's log (dmesg) for a drive or GPU that hangs; where a step may take so long, raise LOHAN_STEP_SILENCE_SECONDS.",
             FailureCause.HUNG,
         )
-    if end.killed is not None:
-        return "The trainer was killed by request", "Resume or retry the run.", FailureCause.KILLED
     if end.status == ExitCode.LOCKED:
         return "Another process trains in this run's folder", "End that process, then start the run again.", FailureCause.PROGRAM
     if end.kernel_out_of_memory and end.status in (None, -signal.SIGKILL):

@@ -21,7 +21,7 @@ from lohan_app.runs.announce import announce
 from lohan_app.runs.states import ACTIVE_STATES, WAITING_STATES, Trigger
 from lohan_app.settings import Settings
 from lohan_app.worker.reservations import Machine, need_of
-from lohan_app.worker.run_files import free_states, move_to_trash, states_bytes, take_over_states
+from lohan_app.worker.run_files import free_states, free_states_of_ended, move_to_trash, states_bytes, take_over_states
 
 logger = logging.getLogger(__name__)
 
@@ -97,19 +97,26 @@ class WaitingRuns:
         for run in waiting:
             take_over_states(self._settings, run)
 
-    def sweep_deleted(self) -> None:
-        """Remove the files of deleted runs. A deletion moves the run's folder into the trash; what it did not get to is found at start."""
-        trash = self._settings.data_dir / "trash"
+    def sweep(self) -> None:
+        """Remove the files of deleted runs, which a deletion has put into the trash; and, once, what a kill has left behind it."""
         if not self._has_swept:
-            with read_transaction(self._engine) as session:
-                deleted = repository.deleted_runs(session)
-            for run_id in deleted:
-                free_states(self._settings, run_id)
-                move_to_trash(self._settings, run_id)
+            self._sweep_what_was_cut_off()
             self._has_swept = True
-        for folder in trash.glob("run_*"):
+        for folder in (self._settings.data_dir / "trash").glob("run_*"):
             free_states(self._settings, folder.name)
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _sweep_what_was_cut_off(self) -> None:
+        """Whoever ended or deleted a run may have been killed before it came to the files. Folders of unknown runs are left alone."""
+        found = {path.name for folder in self._settings.state_folders for path in folder.glob("run_*")}
+        with read_transaction(self._engine) as session:
+            deleted = set(repository.deleted_runs(session))
+            ended = [repository.get_run(session, run_id) for run_id in found - deleted]
+        for run_id in deleted:
+            free_states(self._settings, run_id)
+            move_to_trash(self._settings, run_id)
+        for run in ended:
+            free_states_of_ended(self._settings, run)
 
 
 def _trigger_for(run: Run) -> Trigger | None:
