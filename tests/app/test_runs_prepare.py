@@ -64,6 +64,7 @@ def test_bad_rows_stop_the_run_otherwise(owner: Person, settings: Settings, engi
     run = stored(engine, run_id)
     assert run.state is RunState.FAILED and run.finished_at is not None
     assert run.problem is not None and "line 4" in run.problem["message"]
+    assert run.problem["cause"] == "data"
     assert "line 4" in owner.client.get(f"/api/v1/runs/{run_id}").json()["state_reason"]
 
 

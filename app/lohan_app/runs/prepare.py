@@ -10,7 +10,7 @@ from datetime import timedelta
 from sqlalchemy import Engine, update
 from sqlalchemy.orm import Session
 
-from lohan.errors import LohanError
+from lohan.errors import ConfigError, DataError, LohanError, ModelError
 from lohan.events import FailureCause, Phase
 from lohan_app.base_models.service import model_folder
 from lohan_app.datasets.service import rows_path
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 TOKEN_FILE = "tokens.safetensors"  # noqa: S105 - tokens of text
 PREPARING = "Its rows are being prepared."
+_CAUSES = {DataError: FailureCause.DATA, ModelError: FailureCause.MODEL, ConfigError: FailureCause.SETTINGS}
 
 
 def prepare_run(settings: Settings, engine: Engine, run_id: str) -> None:
@@ -78,7 +79,8 @@ def _give_up(session: Session, run_id: str, error: LohanError) -> None:
             phase_progress=None, pause_cause=PauseCause.DISK_FULL, start_after=now() + timedelta(seconds=DISK_FULL_SECONDS),
         )  # fmt: skip
         return
-    problem = {**error.to_dict(), "cause": str(FailureCause.DATA)}
+    cause = next((cause for kind, cause in _CAUSES.items() if isinstance(error, kind)), FailureCause.PROGRAM)
+    problem = {**error.to_dict(), "cause": str(cause)}
     repository.fire(
         session, run_id, Trigger.FAIL, only_from=RunState.QUEUED, problem=problem, state_reason=error.message, phase_progress=None
     )
