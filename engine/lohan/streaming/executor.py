@@ -6,9 +6,8 @@ import resource
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -25,19 +24,18 @@ from lohan.config import (
     UnsafeFilesystems,
     UpdateSchedule,
 )
-from lohan.errors import ConfigError, EngineError
+from lohan.errors import EngineError
 from lohan.models.blocks import find_units
 from lohan.models.kernels import InstalledKernels, install_kernels, resolve_kernels
 from lohan.planning.operations import expected_order
 from lohan.planning.retention import Retention
-from lohan.planning.slots import WORKING_SLOTS, size_slots
+from lohan.planning.slots import size_slots
 from lohan.planning.state_form import StateForm
 from lohan.planning.step_trace import Wait
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind
-from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming import installation
-from lohan.streaming.clipping import UpdateRules
+from lohan.streaming.choices import check_ranges, choose, choose_grain, choose_rules, choose_states, member
 from lohan.streaming.device import resolve_device
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.kept_decisions import Limits, block_decisions
@@ -54,9 +52,6 @@ if TYPE_CHECKING:
     from lohan.planning.operations import Operation
     from lohan.planning.plan import Plan
     from lohan.streaming.trace import Trace
-
-
-_Kind = TypeVar("_Kind", bound=StrEnum)
 
 
 class Session:
@@ -164,7 +159,7 @@ class Session:
         """
         self._driver.check_between_steps()
         if micro_batch_size is not None:
-            _check_ranges(micro_batch_size=micro_batch_size)
+            check_ranges(micro_batch_size=micro_batch_size)
         limits = replace(self._limits, micro_batch_size=micro_batch_size or self.micro_batch_size)
         decisions = block_decisions(self._found, retention)
         self._stages.retain(decisions, limits, installation.visits(self._model, self._found, limits.micro_batches))
@@ -383,15 +378,15 @@ def init(
         StorageError: a state directory cannot be used.
         ResumeError: there is no state to resume, it is damaged, or belongs to another model.
     """
-    _check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
-    micro_batch_size, slots, kept_units = _choose(micro_batch_size, slots, kept_units, batch_size, plan)
-    rules = _choose_rules(schedule, clip, max_gradient_norm, clip_updates, gradient_buffers, plan)
+    check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
+    micro_batch_size, slots, kept_units = choose(micro_batch_size, slots, kept_units, batch_size, plan)
+    rules = choose_rules(schedule, clip, max_gradient_norm, clip_updates, gradient_buffers, plan)
     torch_device = resolve_device(device)
-    kernels = resolve_kernels(_member(KernelSet, kernels, "kernels"), torch_device, plan.kernels if plan is not None else KernelSet.AUTO)
-    grain = _choose_grain(_member(UnitGrain, grain, "grain"), plan)
+    kernels = resolve_kernels(member(KernelSet, kernels, "kernels"), torch_device, plan.kernels if plan is not None else KernelSet.AUTO)
+    grain = choose_grain(member(UnitGrain, grain, "grain"), plan)
     units = find_units(model, grain)
     installation.check_model(model, units)
-    chunk_parameters, ram_bytes, retention = _choose_states(chunk_parameters, ram_state_bytes, retention, plan)
+    chunk_parameters, ram_bytes, retention = choose_states(chunk_parameters, ram_state_bytes, retention, plan)
     kept = block_decisions(units, retention)
     if not resume and resume_from is None:
         installation.check_weights(model, units, weights)
@@ -442,74 +437,3 @@ def _install(
     installation.take_over(optimizer, driver.check)
     stages.stream.prefetch_forward()
     return session
-
-
-def _choose(
-    micro_batch_size: int | None, slots: int | None, kept_units: int | None, batch_size: int, plan: Plan | None
-) -> tuple[int, int, int]:
-    """Micro-batch, slots and kept units: what was asked for, else the plan's, else all rows, 3 slots and none."""
-    if micro_batch_size is None:
-        micro_batch_size = plan.micro_batch_size if plan is not None else batch_size
-    if slots is None:
-        slots = plan.slots if plan is not None else WORKING_SLOTS
-    if kept_units is None:
-        kept_units = plan.kept_units if plan is not None else 0
-    _check_ranges(micro_batch_size=micro_batch_size)
-    if slots < 2:
-        raise ConfigError(f"slots is {slots}, expected at least 2", place="slots", remedy="One unit is loaded while another is used.")
-    if kept_units < 0:
-        raise ConfigError(f"kept_units is {kept_units}, expected at least 0", place="kept_units", remedy="Correct the value.")
-    return micro_batch_size, slots, kept_units
-
-
-def _choose_states(
-    chunk_parameters: int | None, ram_state_bytes: int | None, retention: Retention | None, plan: Plan | None
-) -> tuple[int, int, Retention]:
-    """Chunks, states in RAM, and what is kept of activations: what was asked for, else the plan's, else the largest chunks and nothing."""
-    planned = (
-        (plan.chunk_parameters, plan.ram_state_bytes, plan.retention) if plan is not None else (DEFAULT_CHUNK_PARAMETERS, 0, Retention())
-    )
-    return (
-        planned[0] if chunk_parameters is None else chunk_parameters,
-        planned[1] if ram_state_bytes is None else ram_state_bytes,
-        planned[2] if retention is None else retention,
-    )
-
-
-def _choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:
-    """What was asked for, else the plan's, else blocks."""
-    if grain is not UnitGrain.AUTO:
-        return grain
-    return UnitGrain(plan.grain) if plan is not None else UnitGrain.BLOCK
-
-
-def _choose_rules(
-    schedule: str, clip: str, max_gradient_norm: float, clip_updates: str, gradient_buffers: str, plan: Plan | None
-) -> UpdateRules:
-    """What was asked for, with the plan's gradient buffers, or few, where that is left open, and what clipped runs begin with."""
-    buffers = _member(GradientBuffers, gradient_buffers, "gradient_buffers")
-    if buffers is GradientBuffers.AUTO:
-        buffers = GradientBuffers(plan.gradient_buffers) if plan is not None else GradientBuffers.FEW
-    return UpdateRules(
-        _member(UpdateSchedule, schedule, "schedule"),
-        _member(Clip, clip, "clip"),
-        max_gradient_norm,
-        _member(ClipUpdate, clip_updates, "clip_updates"),
-        buffers,
-        ClipUpdate(plan.clip_updates) if plan is not None else ClipUpdate.DEFER,
-    )
-
-
-def _member(kind: type[_Kind], value: str, name: str) -> _Kind:
-    """`value` as a member of `kind`."""
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = ", ".join(kind)
-        raise ConfigError(f"{name} is {value!r}, expected one of {allowed}", place=name, remedy="Correct the value.") from None
-
-
-def _check_ranges(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}, expected at least 1", place=name, remedy="Correct the value.")
