@@ -24,6 +24,7 @@ from lohan.errors import ConfigError, EngineError
 from lohan.models.blocks import trace_workload
 from lohan.models.kernel_operators import OPERATORS
 from lohan.models.kernels import install_kernels, resolve_kernels, usable_kernels
+from lohan.planning.footprint import measure
 from lohan.planning.retention import BlockTiers, Retention
 from lohan.streaming.parameters import DebugMode
 from tests.engine.kept_runs import FUSED_GROUPS, in_tier, labels_of, spread, trained
@@ -287,6 +288,19 @@ def test_the_workload_has_the_labels_that_a_run_has(family, tmp_path):
     assert workload.operators_of(KernelSet.COMPILED) == workload.operators_of(KernelSet.LIGER) == workload.fused_operators
     assert workload.operators_of(KernelSet.TORCH) == workload.operators
     assert workload.block_forward_flops(2, 64) == sum(operator.flops.at(2, 64) for operator in workload.fused_operators)
+
+
+def test_a_plan_counts_what_the_kernel_set_saves():
+    """A norm saves the roots in place of six tensors of its width, a gated MLP no silu, and rotations no halves."""
+    workload = trace_workload(CONFIGS["llama"])
+    torchs, fused = workload.saved_elements_of(KernelSet.TORCH), workload.saved_elements_of(KernelSet.LIGER)
+    assert 0 < fused < torchs
+    assert workload.saved_elements_of(KernelSet.COMPILED) == fused
+    assert workload.saved_elements_of(KernelSet.AUTO) == torchs, "the run may decide for any"
+    sizes = {kernels: measure(workload, Precision.BF16, kernels=kernels) for kernels in KernelSet}
+    assert [sizes[kernels].saved_per_token for kernels in (KernelSet.TORCH, KernelSet.LIGER)] == [torchs, fused]
+    without = workload.model_copy(update={"fused_saved_elements_per_token": 0})
+    assert without.saved_elements_of(KernelSet.LIGER) == torchs
 
 
 def test_a_label_of_the_other_set_is_refused(tmp_path):

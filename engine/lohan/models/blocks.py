@@ -10,9 +10,9 @@ A block is one unit, or, where it is too large for that, one for each of its chi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lohan.config import KernelSet, UnitGrain
 from lohan.errors import ModelError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lohan.planning.workload import ModuleWorkload, OperatorWorkload, UnitWorkload, Workload
+
+_Traced = TypeVar("_Traced")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,6 +225,9 @@ def trace_workload(config: Any) -> Workload:
     units = find_units(model)
     module, rotary = first_block(model, units)
     text = config.get_text_config()
+    operators = _trace_operators(module, text.hidden_size, rotary)
+    fused = _with_fused(_trace_operators, module, text.hidden_size, rotary)
+    changes = fused != operators
     return Workload(
         architecture=str(config.model_type),
         units=tuple(_unit_workload(unit) for unit in units),
@@ -232,8 +237,9 @@ def trace_workload(config: Any) -> Workload:
         tied_embeddings=any(len(entry.names) > 1 for entry in units[0].parameters),
         block_saved_elements_per_token=saved_elements_per_token(module, text.hidden_size, rotary),
         modules=_trace_modules(model, module, text.hidden_size, rotary),
-        operators=(operators := _trace_operators(module, text.hidden_size, rotary)),
-        fused_operators=fused if (fused := _trace_fused_operators(module, text.hidden_size, rotary)) != operators else (),
+        operators=operators,
+        fused_operators=fused if changes else (),
+        fused_saved_elements_per_token=_with_fused(saved_elements_per_token, module, text.hidden_size, rotary) if changes else 0,
         head_flops_per_token=_head_flops_per_token(model),
     )
 
@@ -259,13 +265,13 @@ def _trace_operators(block: nn.Module, hidden_size: int, rotary: nn.Module | Non
         return ()
 
 
-def _trace_fused_operators(block: nn.Module, hidden_size: int, rotary: nn.Module | None) -> tuple[OperatorWorkload, ...]:
-    """The same of the block with fused operators, which all kernel sets but torch's have."""
+def _with_fused(trace: Callable[[nn.Module, int, nn.Module | None], _Traced], block: nn.Module, *arguments: Any) -> _Traced:
+    """What `trace` finds of the block with fused operators, which all kernel sets but torch's have."""
     from lohan.models.kernels import install_kernels
 
     installed = install_kernels(block, KernelSet.COMPILED)
     try:
-        return _trace_operators(block, hidden_size, rotary)
+        return trace(block, *arguments)
     finally:
         installed.remove()
 

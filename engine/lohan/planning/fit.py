@@ -82,7 +82,7 @@ class Fit:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return measure(self.workload, self.training.precision, self.grain, self.slots)
+        return measure(self.workload, self.training.precision, self.grain, self.slots, self.engine.kernels)
 
     @cached_property
     def placement(self) -> Placement:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lohan.config import Durability, EngineSection, GradientBuffers, Precision, RamStates, UnitGrain
+from lohan.config import Durability, EngineSection, GradientBuffers, KernelSet, Precision, RamStates, UnitGrain
 from lohan.planning.plan import CHUNK_PARAMETERS, PlanItem
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.slots import WORKING_SLOTS, SlotSizes, size_slots
@@ -68,14 +68,20 @@ class Sizes:
     """On the device."""
 
 
-def measure(workload: Workload, precision: Precision, grain: UnitGrain = UnitGrain.BLOCK, working_slots: int = WORKING_SLOTS) -> Sizes:
+def measure(
+    workload: Workload,
+    precision: Precision,
+    grain: UnitGrain = UnitGrain.BLOCK,
+    working_slots: int = WORKING_SLOTS,
+    kernels: KernelSet = KernelSet.AUTO,
+) -> Sizes:
     """The sizes of `workload` in the precision it is trained in.
 
     Args:
         grain: BLOCK, or MODULE where the workload has modules.
     """
     blocks = sum(unit.kind is UnitKind.BLOCK for unit in workload.units)
-    units, saved, per_block = workload.units, workload.block_saved_elements_per_token, 1
+    units, saved, per_block = workload.units, workload.saved_elements_of(kernels), 1
     if grain is UnitGrain.MODULE:
         assert workload.modules is not None, "the caller has looked"
         units, saved = workload.modules.units, workload.modules.saved_elements_per_token

@@ -125,6 +125,8 @@ class Workload(BaseModel):
     block cannot be traced by itself."""
     fused_operators: tuple[OperatorWorkload, ...] = ()
     """The same with the fused operators of the other kernel sets; none where those change nothing."""
+    fused_saved_elements_per_token: Annotated[int, Field(ge=0)] = 0
+    """`block_saved_elements_per_token` with fused operators; 0 where those change nothing."""
     head_flops_per_token: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Of the output projection's forward."""
 
@@ -140,6 +142,12 @@ class Workload(BaseModel):
     def operators_of(self, kernels: str) -> tuple[OperatorWorkload, ...]:
         """Of one block that computes with this kernel set."""
         return self.operators if kernels == KernelSet.TORCH else self.fused_operators or self.operators
+
+    def saved_elements_of(self, kernels: str) -> int:
+        """That a block which computes with this kernel set saves, per token; of `auto`, which may become any, the most."""
+        if kernels in (KernelSet.TORCH, KernelSet.AUTO):
+            return self.block_saved_elements_per_token
+        return self.fused_saved_elements_per_token or self.block_saved_elements_per_token
 
     def block_forward_flops(self, rows: int, length: int) -> float:
         """Of one block's forward; 0 where its operators are unknown, as in the two below."""
