@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lohan.config import ActivationPolicy, EngineSection, GradientBuffers, TrainingSection, UnitGrain
+from lohan.config import ActivationPolicy, EngineSection, GradientBuffers, KernelSet, TrainingSection, UnitGrain
 from lohan.hardware.profile import HardwareProfile
 from lohan.planning import correction
 from lohan.planning.corrected_plan import corrected_plan
@@ -29,7 +29,11 @@ def running(rates: HardwareProfile | None = None, *, ram_gib: int = 256, **engin
     settings = EngineSection(**({"durability": "none", "ram_state_bytes": 0} | engine))
     hardware = machine(gpu_gib=24, ram_gib=ram_gib)
     plan = plan_of(workload(), hardware=hardware, engine=settings, batch_size=BATCH, sequence_length=LENGTH, profile=rates)
-    chosen = {"gradient_buffers": GradientBuffers(plan.gradient_buffers), "ram_state_bytes": plan.ram_state_bytes}
+    chosen = {
+        "kernels": KernelSet(plan.kernels),
+        "gradient_buffers": GradientBuffers(plan.gradient_buffers),
+        "ram_state_bytes": plan.ram_state_bytes,
+    }
     settings = settings.model_copy(update=chosen)
     training = TrainingSection(batch_size=BATCH, sequence_length=LENGTH)
     fit = Fit(workload(), training, settings, hardware, choose_gpu(settings, hardware), UnitGrain(plan.grain))
