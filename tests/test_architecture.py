@@ -80,7 +80,7 @@ FEATURE_EXTRAS = {
     "hardware/presentation.py": "measured figures as the page words them",
     "runs/announce.py": "wakes the streams of the web process",
     "runs/archive.py": "a folder as a zip file that is made while it is sent",
-    "runs/curve.py": "down-sampling, pure",
+    "runs/curves.py": "curves of long runs as the database aggregates them",
     "runs/forecasts.py": "a plan's forecast as the pages word it",
     "runs/lifecycle.py": "what is asked of runs that exist; service.py plans, submits and shows them",
     "runs/logs.py": "the trainer's log as text that a page can show",

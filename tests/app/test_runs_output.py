@@ -16,9 +16,10 @@ from sqlalchemy import Engine, insert
 
 from lohan_app.db import write_transaction
 from lohan_app.entities import Run, RunMetric, RunState
+from lohan_app.runs import curves
 from lohan_app.runs.archive import content_disposition, stream_zip
-from lohan_app.runs.curve import POINTS_LIMIT
 from lohan_app.runs.logs import LINE_LIMIT_BYTES, STRETCH_BYTES, TAIL_BYTES, as_plain_text, read_log
+from lohan_app.runs.service import POINTS_LIMIT
 from lohan_app.settings import Settings
 
 
@@ -41,6 +42,7 @@ def store_losses(engine: Engine, run: Run, losses: dict[int, float | None]) -> N
     rows = [{**same, "step": step, "seq": step, "loss": loss} for step, loss in losses.items()]
     with write_transaction(engine) as session:
         session.execute(insert(RunMetric), rows)
+        curves.refresh(session, run.id, first_step=min(losses), last_step=max(losses))
 
 
 def metrics(person: Person, run: Run, **query: int) -> dict:

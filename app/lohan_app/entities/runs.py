@@ -146,3 +146,53 @@ class RunMetric(Entity):
     tokens: Mapped[int]
     tokens_per_second: Mapped[float | None]
     step_seconds: Mapped[float]
+    epoch: Mapped[float | None]
+    """How often the data had been gone through; null, as the following, for steps of a trainer that did not tell."""
+    clip_rate: Mapped[float | None]
+    """Share of all steps so far whose gradients were scaled down."""
+    device_peak_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    host_bytes: Mapped[int | None] = mapped_column(BigInteger)
+
+
+class Metric(StrEnum):
+    """The numbers of a step that are curves: columns of `RunMetric`."""
+
+    LOSS = "loss"
+    LEARNING_RATE = "learning_rate"
+    GRADIENT_NORM = "gradient_norm"
+    TOKENS = "tokens"
+    TOKENS_PER_SECOND = "tokens_per_second"
+    STEP_SECONDS = "step_seconds"
+    EPOCH = "epoch"
+    CLIP_RATE = "clip_rate"
+    DEVICE_PEAK_BYTES = "device_peak_bytes"
+    HOST_BYTES = "host_bytes"
+
+
+class RunCurve(Entity):
+    """64 steps of one of a run's numbers in one row: what curves of long runs are made from, always in step with `run_metrics`."""
+
+    __tablename__ = "run_curves"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    metric: Mapped[str] = mapped_column(String(32), primary_key=True)
+    bucket: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """The steps from 64 * bucket to 64 * bucket + 63."""
+    first_step: Mapped[int]
+    last_step: Mapped[int]
+    steps: Mapped[int]
+    """Steps there are in the bucket."""
+    finite_steps: Mapped[int]
+    """Those whose value was a finite number."""
+    total: Mapped[float | None]
+    """The sum of the finite values; null, as the following, where there is none."""
+    first_value: Mapped[float | None]
+    """Of the first step; null where it was not finite."""
+    last_value: Mapped[float | None]
+    minimum: Mapped[float | None]
+    minimum_step: Mapped[int | None]
+    """The first step that has it."""
+    maximum: Mapped[float | None]
+    maximum_step: Mapped[int | None]
+    gap_step: Mapped[int | None]
+    """The first step whose value was not finite."""

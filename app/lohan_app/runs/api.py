@@ -11,18 +11,19 @@ from starlette.concurrency import run_in_threadpool
 from lohan.planning.plan import Plan
 from lohan_app.auth.dependencies import Reader, RunWriter
 from lohan_app.context import Context
-from lohan_app.entities import RunState
+from lohan_app.entities import Metric, RunState
 from lohan_app.paging import DEFAULT_LIMIT, After, Limit, Page
 from lohan_app.runs import lifecycle, service
 from lohan_app.runs.archive import content_disposition, file_name_of, stream_zip
 from lohan_app.runs.requests import Request
-from lohan_app.runs.schemas import LogView, MetricsView, PlanRequest, RunDetail, RunRequest, RunView
+from lohan_app.runs.schemas import CurvesView, LogView, MetricsView, PlanRequest, RunDetail, RunRequest, RunView
 from lohan_app.runs.service import Submission
 from lohan_app.runs.stream import parse_event_id
 
 router = APIRouter(tags=["runs"])
 
 IdempotencyKey = Annotated[str | None, Header(description="The same key and body get the same reply, and are acted on once.")]
+Step = Annotated[int, Query(ge=0, le=service.LAST_STEP)]
 # A proxy that buffers (nginx) would hold events back.
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -63,9 +64,22 @@ def get_run(run_id: str, identity: Reader, context: Context) -> RunDetail:
 
 
 @router.get("/runs/{run_id}/metrics")
-def metrics(run_id: str, identity: Reader, context: Context, after_step: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> MetricsView:
-    """The curve, at most 2,000 points that keep minima, maxima and gaps."""
-    return service.metrics(context, identity, run_id, after_step)
+def metrics(run_id: str, identity: Reader, context: Context, after_step: Step = 0, to_step: Step = service.LAST_STEP) -> MetricsView:
+    """Steps after `after_step` up to `to_step`, at most 2,000 of them; of more those that keep the loss's minima, maxima and gaps."""
+    return service.metrics(context, identity, run_id, after_step, to_step)
+
+
+@router.get("/runs/{run_id}/curves")
+def curves(
+    run_id: str,
+    identity: Reader,
+    context: Context,
+    metric: Annotated[list[Metric] | None, Query(description="May be given several times; all where it is not given.")] = None,
+    after_step: Step = 0,
+    to_step: Step = service.LAST_STEP,
+) -> CurvesView:
+    """Each number's minimum, maximum, mean, first and last value in at most 400 buckets of steps, with gaps and missing steps."""
+    return service.curves(context, identity, run_id, list(dict.fromkeys(metric or Metric)), after_step, to_step)
 
 
 @router.get("/runs/{run_id}/log")

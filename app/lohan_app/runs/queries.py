@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ Cursor = tuple[int, int]
 """(attempt, seq) of an event: events of a run are ordered by it."""
 # A client that retries does so within minutes; a week also covers a laptop closed over the weekend.
 IDEMPOTENCY_DAYS = 7
-ROWS_PER_FETCH = 5000
 
 _METRIC_COLUMNS = (
     RunMetric.step,
@@ -31,6 +30,10 @@ _METRIC_COLUMNS = (
     RunMetric.tokens,
     RunMetric.tokens_per_second,
     RunMetric.step_seconds,
+    RunMetric.epoch,
+    RunMetric.clip_rate,
+    RunMetric.device_peak_bytes,
+    RunMetric.host_bytes,
 )
 _NAMED = (
     select(Run, User.name, BaseModel.name, Dataset.name)
@@ -103,20 +106,26 @@ def store_reply(session: Session, reply: IdempotencyKey) -> None:
 
 
 # ---------------------------------------------------------------- metrics and events
-def metrics_range(session: Session, run_id: str, after_step: int) -> tuple[int, int, int]:
-    """(number of steps, first step, last step) after `after_step`; zeros where there are none."""
+def metrics_range(session: Session, run_id: str, after_step: int, to_step: int) -> tuple[int, int, int]:
+    """(number of steps, first step, last step) of those after `after_step`, up to and with `to_step`; zeros where there are none."""
     count, first, last = session.execute(
         select(func.count(), func.min(RunMetric.step), func.max(RunMetric.step)).where(
-            RunMetric.run_id == run_id, RunMetric.step > after_step
+            RunMetric.run_id == run_id, RunMetric.step > after_step, RunMetric.step <= to_step
         )
     ).one()
     return count, first or 0, last or 0
 
 
-def iterate_metrics(session: Session, run_id: str, after_step: int) -> Iterator[Row[Any]]:
-    """Rows of the columns of `MetricPoint` in the order of steps, a few thousand in memory at a time."""
-    query = select(*_METRIC_COLUMNS).where(RunMetric.run_id == run_id, RunMetric.step > after_step).order_by(RunMetric.step)
-    return iter(session.execute(query.execution_options(yield_per=ROWS_PER_FETCH)))
+def metrics_between(session: Session, run_id: str, first_step: int, last_step: int) -> Sequence[Row[Any]]:
+    """Rows of the columns of `MetricPoint`, both ends with them, in the order of steps."""
+    query = select(*_METRIC_COLUMNS).where(RunMetric.run_id == run_id, RunMetric.step.between(first_step, last_step))
+    return session.execute(query.order_by(RunMetric.step)).all()
+
+
+def metrics_at(session: Session, run_id: str, steps: Collection[int]) -> Sequence[Row[Any]]:
+    """The same for these steps; a few thousand at most."""
+    query = select(*_METRIC_COLUMNS).where(RunMetric.run_id == run_id, RunMetric.step.in_(sorted(steps)))
+    return session.execute(query.order_by(RunMetric.step)).all()
 
 
 def recorded_events(session: Session, run_id: str, limit: int) -> Sequence[RunEvent]:

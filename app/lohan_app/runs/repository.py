@@ -19,9 +19,11 @@ from lohan.events import Event, EventType, ExitReason, FailureCause
 from lohan_app.entities import PauseCause, Run, RunEvent, RunMetric, RunState
 from lohan_app.entities.base import now
 from lohan_app.entities.runs import TERMINAL_STATES
+from lohan_app.runs import curves
 from lohan_app.runs.states import ACTIVE_STATES, Trigger, is_allowed, moves
 
 INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
 LATEST_UNIX_SECONDS = 253_402_300_799  # the last second of year 9999, where datetime ends
 _NO_RESERVATION: dict[str, Any] = {"devices": [], "reserved_ram_bytes": 0, "reserved_ssd_bytes": 0}
 
@@ -267,6 +269,7 @@ def _forget_undone_steps(session: Session, run_id: str, started: Event) -> None:
         .where(RunMetric.run_id == run_id, RunMetric.attempt < started.attempt, RunMetric.step > resumed_step(started.fields))
         .execution_options(synchronize_session=False)
     )
+    curves.refresh(session, run_id, first_step=resumed_step(started.fields) + 1, last_step=INT32_MAX)
 
 
 def _insert_events(session: Session, run_id: str, events: Sequence[Event]) -> None:
@@ -304,6 +307,19 @@ def _upsert_metrics(session: Session, run_id: str, events: Sequence[Event]) -> N
             where=RunMetric.attempt <= insert.excluded["attempt"],
         )
     )
+    for first, last in _stretches(newest):
+        curves.refresh(session, run_id, first_step=first, last_step=last)
+
+
+def _stretches(steps: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of steps that follow each other closely: one for a healthy trainer, few for any."""
+    found: list[tuple[int, int]] = []
+    for step in sorted(steps):
+        if found and step - found[-1][1] <= curves.SUMMARY_STEPS:
+            found[-1] = (found[-1][0], step)
+        else:
+            found.append((step, step))
+    return found
 
 
 def _metric_row(run_id: str, event: Event) -> dict[str, Any]:
@@ -320,6 +336,10 @@ def _metric_row(run_id: str, event: Event) -> dict[str, Any]:
         "tokens": _integer(fields.get("tokens")),
         "tokens_per_second": _number(fields.get("tokens_per_second")),
         "step_seconds": _number(fields.get("step_seconds")) or 0.0,
+        "epoch": _number(fields.get("epoch")),
+        "clip_rate": _number(fields.get("clip_rate")),
+        "device_peak_bytes": _bytes(fields.get("device_peak_bytes")),
+        "host_bytes": _bytes(fields.get("host_bytes")),
     }
 
 
@@ -331,6 +351,10 @@ def _number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def _bytes(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= INT64_MAX else None
 
 
 def _integer(value: Any) -> int:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lohan.config import ActivationPolicy, EngineSection, TrainingSection, UnsafeFilesystems
 from lohan_app.auth.schemas import DisplayName
-from lohan_app.entities import PauseCause, RunState, Wanted
+from lohan_app.entities import Metric, PauseCause, RunState, Wanted
 from lohan_app.runs.requests import Request, allowed
 
 if TYPE_CHECKING:
@@ -181,15 +181,50 @@ class MetricPoint(BaseModel):
     tokens: int
     tokens_per_second: float | None
     step_seconds: float
+    epoch: float | None
+    clip_rate: float | None
+    device_peak_bytes: int | None
+    host_bytes: int | None
 
 
 class MetricsView(BaseModel):
-    """Steps in order; of more than 2,000 the minima, the maxima and the gaps of equal stretches."""
+    """Steps in order; of more than 2,000 those with the lowest and the highest loss of equal stretches, and the first without one."""
 
     data: list[MetricPoint]
     total: int
-    """Steps there are after `after_step`, before down-sampling."""
+    """Steps there are in the range, before down-sampling."""
     down_sampled: bool
+    last_event_id: str | None
+    """Where an event stream takes up from here: its query parameter `last_event_id`."""
+
+
+class CurveView(BaseModel):
+    """One of a run's numbers, a bucket of `bucket_steps` steps at a time: lists of one length, in the order of steps.
+
+    A bucket that holds no step is left out. Values are null where none of the bucket (`first`, `last`: that step's) was finite.
+    """
+
+    first_step: list[int] = []
+    last_step: list[int] = []
+    gaps: list[int] = []
+    """Steps whose value was not a finite number."""
+    missing: list[int] = []
+    """Steps of the bucket that are not recorded, between the curve's first step and its last."""
+    first: list[float | None] = []
+    last: list[float | None] = []
+    minimum: list[float | None] = []
+    maximum: list[float | None] = []
+    mean: list[float | None] = []
+
+
+class CurvesView(BaseModel):
+    """Curves of a range of steps, each in at most 400 buckets of five values."""
+
+    total: int
+    """Steps there are in the range."""
+    bucket_steps: int
+    """Steps a bucket spans: the fewer steps are asked for, the finer the curve; 1 where each bucket is a step."""
+    curves: dict[Metric, CurveView]
     last_event_id: str | None
     """Where an event stream takes up from here: its query parameter `last_event_id`."""
 

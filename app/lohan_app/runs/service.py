@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from sqlalchemy.exc import IntegrityError
@@ -26,22 +27,39 @@ from lohan_app.entities import (
     Dataset,
     DatasetState,
     IdempotencyKey,
+    Metric,
     Run,
     RunEvent,
     RunState,
 )
 from lohan_app.errors import Conflict, NotFound, Unprocessable
 from lohan_app.paging import DEFAULT_LIMIT, Page, make_page
+from lohan_app.runs import curves as curves_of
 from lohan_app.runs import queries
-from lohan_app.runs.curve import POINTS_LIMIT, down_sample
 from lohan_app.runs.forecasts import count_steps
 from lohan_app.runs.logs import read_log
 from lohan_app.runs.planning import plan_run, suggested_precision
-from lohan_app.runs.schemas import LogView, MetricPoint, MetricsView, PlanRequest, RunDetail, RunRequest, RunView, detail_of, view_of
+from lohan_app.runs.schemas import (
+    CurvesView,
+    CurveView,
+    LogView,
+    MetricPoint,
+    MetricsView,
+    PlanRequest,
+    RunDetail,
+    RunRequest,
+    RunView,
+    detail_of,
+    view_of,
+)
 from lohan_app.worker.celery import send
 
 # A trainer reports its phases a few times a second while it loads; nobody reads further back.
 EVENTS_LIMIT = 5000
+LAST_STEP = 2**31 - 1
+POINTS_LIMIT = 2000
+# Minimum, maximum, mean, first and last value of each: 2,000 points a curve.
+CURVE_BUCKETS = POINTS_LIMIT // 5
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
@@ -266,18 +284,57 @@ def visible(session: Session, identity: Identity, run_id: str) -> queries.NamedR
     return row
 
 
-def metrics(context: AppContext, identity: Identity, run_id: str, after_step: int = 0) -> MetricsView:
-    """The run's curve after `after_step`, down-sampled to 2,000 points."""
+def metrics(context: AppContext, identity: Identity, run_id: str, after_step: int = 0, to_step: int = LAST_STEP) -> MetricsView:
+    """Steps of the run after `after_step`, up to and with `to_step`; of more than 2,000 those that its loss curve consists of."""
     with read_transaction(context.engine) as session:
         visible(session, identity, run_id)
-        total, first, last = queries.metrics_range(session, run_id, after_step)
+        total, first, last = queries.metrics_range(session, run_id, after_step, to_step)
         attempt, seq = queries.last_cursor(session, run_id)
-        points = queries.iterate_metrics(session, run_id, after_step)
-        if total > POINTS_LIMIT:
-            points = down_sample(points, first_step=first, last_step=last)
+        if total <= POINTS_LIMIT:
+            points = queries.metrics_between(session, run_id, first, last)
+        else:
+            points = queries.metrics_at(session, run_id, _outline(session, run_id, first, last))
         data = [MetricPoint.model_validate(point) for point in points]
     last_event_id = f"{attempt}:{seq}" if attempt else None
     return MetricsView(data=data, total=total, down_sampled=total > POINTS_LIMIT, last_event_id=last_event_id)
+
+
+def _outline(session: Session, run_id: str, first: int, last: int) -> set[int]:
+    """Of each of equal stretches of steps that of the lowest and of the highest loss and the first without one; the range's ends."""
+    width = curves_of.bucket_steps(first, last, (POINTS_LIMIT - 2) // 3)
+    rows = curves_of.read(session, run_id, [Metric.LOSS], first_step=first, last_step=last, width=width)
+    steps = {step for row in rows for step in (row.minimum_step, row.maximum_step, row.gap_step) if step is not None}
+    return steps | {first, last}
+
+
+def curves(
+    context: AppContext, identity: Identity, run_id: str, metrics: Sequence[Metric], after_step: int = 0, to_step: int = LAST_STEP
+) -> CurvesView:
+    """Curves of the run's steps after `after_step`, up to and with `to_step`; a narrower range gets finer buckets."""
+    with read_transaction(context.engine) as session:
+        visible(session, identity, run_id)
+        total, first, last = queries.metrics_range(session, run_id, after_step, to_step)
+        attempt, seq = queries.last_cursor(session, run_id)
+        width = curves_of.bucket_steps(first, last, CURVE_BUCKETS)
+        rows = curves_of.read(session, run_id, metrics, first_step=first, last_step=last, width=width)
+    found = {metric: CurveView() for metric in metrics}
+    for row in rows:
+        _append(found[Metric(row.metric)], row, width, first, last)
+    last_event_id = f"{attempt}:{seq}" if attempt else None
+    return CurvesView(total=total, bucket_steps=width, curves=found, last_event_id=last_event_id)
+
+
+def _append(curve: CurveView, row: Any, width: int, first: int, last: int) -> None:
+    begin, end = max(first, row.bucket * width), min(last, (row.bucket + 1) * width - 1)
+    curve.first_step.append(row.first_step)
+    curve.last_step.append(row.last_step)
+    curve.gaps.append(row.steps - row.finite_steps)
+    curve.missing.append(end - begin + 1 - row.steps)
+    curve.first.append(row.first_value)
+    curve.last.append(row.last_value)
+    curve.minimum.append(row.minimum)
+    curve.maximum.append(row.maximum)
+    curve.mean.append(row.total / row.finite_steps if row.finite_steps else None)
 
 
 def recorded_events(context: AppContext, identity: Identity, run_id: str) -> Sequence[RunEvent]:
