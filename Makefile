@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help setup constraints chromium filesystems up worker doctor demo test test-native test-native-soak test-parity test-crash test-engine test-app test-e2e \
-        lint fmt types stubs migrate revision vendor bench bench-step-gpu bench-peers bench-planner clean
+        lint fmt types stubs migrate revision vendor bench bench-step-gpu bench-peers bench-planner bench-service clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -132,6 +132,9 @@ bench-peers: setup  ## Time training steps beside RoundPipe, DeepSpeed and plain
 bench-planner: setup  ## Hold the planner's forecasts and choices against steps on a GPU of which 24 GiB count (PARTS="convexity-32", or list; D=folder on a drive)
 	@mkdir -p build
 	@$(BIN)/python -m benchmarks.planner --gpu-cap 24G --directory $(or $(D),build) --profiles build/profiles $(PARTS)
+
+bench-service: setup  ## Time the service on a full database: 200,000 steps of ten numbers, 1,000 runs (P=URL of a PostgreSQL server)
+	@$(BIN)/python -m benchmarks.service --output benchmarks/results/service.json $(if $(P),--postgres "$(P)") $(A)
 
 clean:  ## Remove builds and caches; .venv and data folders stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .node

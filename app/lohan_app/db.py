@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from alembic.config import Config
 
 BUSY_TIMEOUT_SECONDS = 30
+# PostgreSQL waits without end by default. Every statement of the service takes well under a second: one that takes a minute is a lost
+# plan or a lost server, and the request or the supervisor's turn ends with an error that is tried again. Migrations set their own.
+STATEMENT_TIMEOUT_SECONDS = 60
+LOCK_TIMEOUT_SECONDS = BUSY_TIMEOUT_SECONDS
+# A process that was stopped in the middle of a transaction would hold its rows for as long as it is stopped.
+IDLE_TRANSACTION_TIMEOUT_SECONDS = 300
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 # 3.7.0 to 3.51.2 can corrupt a WAL database used by several connections; the fix was backported to these two.
 SQLITE_FIXED_VERSION = (3, 51, 3)
@@ -44,6 +50,7 @@ def create_db_engine(settings: Settings) -> Engine:
     url = settings.sqlalchemy_url
     if not url.startswith("sqlite"):
         engine = create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20)
+        event.listen(engine, "connect", _set_up_postgresql)
         event.listen(engine, "before_cursor_execute", _storable_parameters, retval=True)
         return engine
     from pysqlite3 import dbapi2  # the wheel's SQLite: the system's may have the WAL-reset race
@@ -79,6 +86,15 @@ def _storable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _storable(item) for key, item in value.items()}
     return value
+
+
+def _set_up_postgresql(connection: Any, _record: Any) -> None:
+    # Outside a transaction: a setting made in one goes with its rollback.
+    connection.autocommit = True
+    connection.execute(f"SET statement_timeout = '{STATEMENT_TIMEOUT_SECONDS}s'")
+    connection.execute(f"SET lock_timeout = '{LOCK_TIMEOUT_SECONDS}s'")
+    connection.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_TRANSACTION_TIMEOUT_SECONDS}s'")
+    connection.autocommit = False
 
 
 def _set_up_sqlite(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""All ten numbers of a step, and a summary of 64 steps a row that curves of long runs are made from.
+"""All ten numbers of a step, and a summary of 32 steps a row that curves of long runs are made from.
 
 Revision: 0004
 Follows: 0003
@@ -16,7 +16,7 @@ branch_labels = None
 depends_on = None
 
 # As of this revision. Steps of before have nothing in the four new columns.
-STEPS = 64
+STEPS = 32
 SUM_LIMIT = 1e290
 FILLED = ("loss", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "step_seconds")
 EMPTY = ("epoch", "clip_rate", "device_peak_bytes", "host_bytes")

@@ -170,14 +170,14 @@ class Metric(StrEnum):
 
 
 class RunCurve(Entity):
-    """64 steps of one of a run's numbers in one row: what curves of long runs are made from, always in step with `run_metrics`."""
+    """32 steps of one of a run's numbers in one row: what curves of long runs are made from, always in step with `run_metrics`."""
 
     __tablename__ = "run_curves"
 
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
     metric: Mapped[str] = mapped_column(String(32), primary_key=True)
     bucket: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """The steps from 64 * bucket to 64 * bucket + 63."""
+    """The steps from 32 * bucket to 32 * bucket + 31."""
     first_step: Mapped[int]
     last_step: Mapped[int]
     steps: Mapped[int]

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from sqlalchemy import Row, delete, func, select, tuple_
-from sqlalchemy.orm import Session, defer
+from sqlalchemy.orm import InstrumentedAttribute, Session, defer
 
 from lohan.events import EventType
 from lohan_app.entities import BaseModel, Dataset, IdempotencyKey, Run, RunEvent, RunMetric, RunState, User
@@ -20,7 +20,7 @@ Cursor = tuple[int, int]
 # A client that retries does so within minutes; a week also covers a laptop closed over the weekend.
 IDEMPOTENCY_DAYS = 7
 
-_METRIC_COLUMNS = (
+_METRIC_COLUMNS: tuple[InstrumentedAttribute[Any], ...] = (
     RunMetric.step,
     RunMetric.attempt,
     RunMetric.time,
