@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Engine, create_engine, event, text, update
 from sqlalchemy.engine import make_url
 from starlette.testclient import TestClient
 
@@ -69,6 +69,7 @@ def fill_run(engine: Engine, run_id: str, steps: int) -> None:
     with write_transaction(engine) as session:
         session.execute(text(_FILL), {"run_id": run_id, "steps": steps})
         curves.refresh(session, run_id, first_step=1, last_step=steps)
+        session.execute(update(Run).where(Run.id == run_id).values(step=steps, total_steps=2 * steps))
 
 
 def make_runs(engine: Engine, count: int) -> tuple[User, list[str]]:

@@ -63,6 +63,7 @@ def configuration(settings: Settings) -> dict[str, Any]:
         "worker_prefetch_multiplier": 1,
         # True (the default from Celery 6 on) kills running tasks when the broker blinks and leaves them unacknowledged for an hour.
         "worker_cancel_long_running_tasks_on_connection_loss": False,
+        # Below the patience of `lohan up` and the containers' stop_grace_period; what is cut short is sent again by the reconciler.
         "worker_soft_shutdown_timeout": SHUTDOWN_SECONDS,
         # True would sleep the whole timeout with nothing to do; it serves tasks with an ETA, and we send none.
         "worker_enable_soft_shutdown_on_idle": False,
@@ -76,12 +77,15 @@ def configuration(settings: Settings) -> dict[str, Any]:
         # What a task did stands in the database.
         "task_ignore_result": True,
         "task_store_errors_even_if_ignored": False,
+        # Every task ends, whatever it reads: one that hangs would hold its process, and its row, for ever.
         "task_time_limit": task_seconds,
         # A fresh interpreter per child: a fork would share database connections and whatever threads the parent has.
         "worker_pool_start_method": "spawn",
+        # A queue for each role: a launch never waits behind the reading of a large file.
         "task_default_queue": IO_QUEUE,
         "task_routes": TASK_ROUTES,
         "include": list(TASK_MODULES),
+        # Nobody listens to them, and an idle broker stays idle.
         "worker_send_task_events": False,
         "timezone": "UTC",
         "enable_utc": True,
