@@ -64,7 +64,7 @@ NATIVE_USERS = {
     *("lohan.profiling.passes", "lohan.profiling.host", "lohan.profiling.drives", "lohan.profiling.machine"),
 }
 
-FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "system")
+FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "storage", "system")
 FEATURE_FILES = ("__init__", "pages", "api", "service", "repository", "schemas", "tasks", "commands")
 # Files that a feature has besides the common ones, each with its reason.
 FEATURE_EXTRAS = {
@@ -93,6 +93,8 @@ FEATURE_EXTRAS = {
     "runs/run_form.py": "the form of a new run, read and filled",
     "runs/states.py": "the state machine: one table that service, supervisor and reconciler share",
     "runs/stream.py": "one poller for all streams of events",
+    "storage/report.py": "the measurement of folders that reconciler, quotas, pages and REST share",
+    "storage/retention.py": "what expires when, pure",
 }
 
 

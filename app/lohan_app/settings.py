@@ -64,6 +64,16 @@ class Settings(BaseSettings):
     """Folders for master weights and moments, one per drive; unset means `states` in the data folder."""
     unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE
     """Whether these may lie on file systems that are no place for states: `refuse` or `allow`, for trials."""
+    state_reserve_bytes: Annotated[int, Field(ge=0)] = 1024**3
+    """Space on every state directory's drive that is never given to runs; the engine leaves 1 GiB alone in any case."""
+    keep_states_days: Annotated[int, Field(ge=0, le=3650)] = 0
+    """Days for which states of a run that has succeeded are kept after its export."""
+    keep_failed_states_days: Annotated[int, Field(ge=0, le=3650)] = 7
+    """Days for which a failed or cancelled run can be gone on from."""
+    trash_days: Annotated[int, Field(ge=0, le=3650)] = 7
+    """Days for which the result and notes of a deleted run stay in the trash, where nothing needs their room."""
+    user_quota_bytes: Annotated[int, Field(ge=1)] | None = None
+    """What one member's datasets, results and states may hold; unset means no limit."""
     devices: Annotated[tuple[str, ...], NoDecode] = ()
     """Devices runs may use: GPU UUIDs or `cpu:N`; unset means every GPU, or `cpu:0` where there is none."""
     upload_limit_bytes: Annotated[int, Field(ge=1)] = 2 * 1024**3

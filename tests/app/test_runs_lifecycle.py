@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,14 +250,6 @@ def test_a_deleted_draft_holds_nothing_back(owner: Person, run_id: str, dataset:
     assert owner.client.delete(f"/api/v1/datasets/{dataset.id}").status_code == 409
     assert owner.client.delete(f"/api/v1/runs/{draft}").status_code == 204
     assert owner.client.delete(f"/api/v1/datasets/{dataset.id}").status_code == 204
-
-
-def test_states_of_a_cancelled_run_are_freed_at_once(owner: Person, engine: Engine, settings: Settings, run_id: str) -> None:
-    set_run(engine, run_id, state=RunState.PAUSED, step=3)
-    folder: Path = settings.state_folders[0] / run_id
-    folder.mkdir(parents=True)
-    ask(owner, run_id, "cancel")
-    assert not folder.exists()
 
 
 # ---------------------------------------------------------------- once, and by whom

@@ -125,7 +125,7 @@ def test_a_cancellation_overtakes_a_pause(settings: Settings, engine: Engine) ->
     wait_for_end(process)
     run = read_run(engine, run_id)
     assert (run.state, run.problem) == (RunState.CANCELLED, None)
-    assert not (settings.state_folders[0] / run_id).exists()
+    assert (settings.state_folders[0] / run_id).exists(), "a retry goes on from them"
 
 
 def test_a_trainer_that_dies_while_it_is_to_pause_leaves_a_paused_run(settings: Settings, engine: Engine) -> None:

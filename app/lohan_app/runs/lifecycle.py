@@ -29,10 +29,11 @@ from lohan_app.runs.requests import Effect, Request, allowed, effect_of, wanted_
 from lohan_app.runs.schemas import RunRequest, detail_of
 from lohan_app.runs.service import Submission
 from lohan_app.runs.states import Trigger
+from lohan_app.storage.retention import durability_of
 from lohan_app.worker.celery import send, wake
 from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import holder_of, is_held
-from lohan_app.worker.run_files import durability_of, free_states, move_to_trash
+from lohan_app.worker.run_files import move_to_trash
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,6 @@ def ask(context: AppContext, identity: Identity, run_id: str, request: Request, 
     answer = _once(context, identity, f"{request} {run_id}", idempotency_key, work)
     if answer.is_replay:
         return answer
-    if answer.run.state is RunState.CANCELLED:
-        free_states(context.settings, run_id)
     if answer.run.state is RunState.QUEUED and answer.run.prepared_at is None:
         send("runs.prepare", run_id, settings=context.settings)
     announce(context.settings, run_id)

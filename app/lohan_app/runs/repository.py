@@ -123,11 +123,6 @@ def mark_deleted(session: Session, run_id: str, at: datetime) -> None:
     session.execute(statement.execution_options(synchronize_session=False))
 
 
-def deleted_runs(session: Session) -> Sequence[str]:
-    """Ids of the runs that were deleted."""
-    return session.scalars(select(Run.id).where(Run.deleted_at.is_not(None))).all()
-
-
 def runs_in(session: Session, states: Iterable[RunState]) -> Sequence[Run]:
     """Runs in one of `states` that were not deleted, oldest first."""
     return session.scalars(select(Run).where(Run.state.in_(list(states)), Run.deleted_at.is_(None)).order_by(Run.created_at, Run.id)).all()

@@ -25,6 +25,7 @@ from lohan_app.runs.announce import announce
 from lohan_app.runs.states import ACTIVE_STATES, Trigger
 from lohan_app.settings import Settings
 from lohan_app.worker.celery import send, task_lock
+from lohan_app.worker.housekeeping import Housekeeper
 from lohan_app.worker.launcher import RunFiles, start_supervisor
 from lohan_app.worker.processes import FileLock, holder_of, is_held
 from lohan_app.worker.reservations import Machine, Reservation, fit, look_at_machine, need_of
@@ -75,6 +76,7 @@ class Reconciler:
         self._supervisor_command = supervisor_command
         self._look = look
         self._waiting = WaitingRuns(settings, engine, look)
+        self._housekeeper = Housekeeper(settings, engine)
         self._lock = FileLock(settings.data_dir / "reconciler.lock")
         self._is_acting = False
         self._launches: dict[str, _Patience] = {}
@@ -86,10 +88,11 @@ class Reconciler:
             self._is_acting = self._lock.try_acquire()
             if not self._is_acting:
                 return
-        waiting = self._waiting
+        waiting, house = self._waiting, self._housekeeper
+        # Retries get their states before any expire, and what expires makes room before anybody asks for it.
         for work in (
-            *(waiting.heed, waiting.resume_where_there_is_room, waiting.take_over, waiting.sweep),
-            *(self._start_queued, self._revive_supervisors, self._send_again),
+            *(waiting.heed, waiting.take_over, house.remove_due, waiting.resume_where_there_is_room),
+            *(self._start_queued, self._revive_supervisors, self._send_again, house.measure_when_old),
         ):
             try:
                 work()

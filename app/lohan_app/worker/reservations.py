@@ -16,6 +16,9 @@ from lohan.units import format_bytes
 from lohan_app.entities import Run
 from lohan_app.settings import Settings
 
+WAITS_FOR_SPACE = "Waits for space in the state directories"
+"""How the reason of a queued run begins that finds no room there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -102,7 +105,7 @@ def fit(need: Need, machine: Machine, active: Sequence[Run]) -> Reservation | st
     # States are preallocated before the first step; until then their space still looks free.
     ssd_room = max(0, machine.ssd_free_bytes - sum(run.reserved_ssd_bytes for run in active if run.step == 0))
     if need.ssd_bytes > ssd_room:
-        return f"Waits for space in the state directories: needs {format_bytes(need.ssd_bytes)}, free {format_bytes(ssd_room)}."
+        return f"{WAITS_FOR_SPACE}: needs {format_bytes(need.ssd_bytes)}, free {format_bytes(ssd_room)}."
     return Reservation([free[0]], ram_bytes, need.ssd_bytes)
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lohan.config import Durability, EngineSection, RamStates, RunConfig, parse_run_config
+from lohan.config import EngineSection, RamStates, RunConfig, parse_run_config
 from lohan.errors import ConfigError
 from lohan.hardware.probe import occupied_bytes, probe
 from lohan.planning.tiers import Tier
-from lohan_app.entities import TERMINAL_STATES, BaseModel, Run, RunState
+from lohan_app.entities import BaseModel, Run
+from lohan_app.entities.base import now
 from lohan_app.hardware.service import measured
 from lohan_app.settings import Settings
+from lohan_app.storage.report import ASIDE, named
+from lohan_app.storage.retention import rules_of, states_expiry
 from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import write_atomically
 
@@ -27,23 +31,34 @@ def state_directories(settings: Settings, run_id: str) -> tuple[Path, ...]:
     return tuple(folder / run_id for folder in settings.state_folders)
 
 
-def free_states(settings: Settings, run_id: str) -> None:
-    """Delete a run's states: they are the largest files of all."""
+def put_aside_states(settings: Settings, run_id: str) -> bool:
+    """Rename a run's states, on each drive, to what the reconciler removes; whether there were any.
+
+    Of a run that is killed in between some drives have states and some have not: no trainer takes these for whole, and the next call
+    finds the rest. A link is not ours, and stays.
+    """
+    found = False
     for folder in state_directories(settings, run_id):
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_dir() and not folder.is_symlink():
+            folder.rename(folder.with_name(f".trash-{run_id}-{secrets.token_hex(4)}"))
+            found = True
+    return found
+
+
+def remove_put_aside(settings: Settings) -> bool:
+    """Remove what `put_aside_states` has renamed, also at an earlier time; whether there was anything."""
+    found = [path for folder in settings.state_folders for _, path in named(folder, ASIDE)]
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return bool(found)
 
 
 def free_states_of_ended(settings: Settings, run: Run | None) -> None:
-    """Delete what nothing goes on from any more. What a failed run has recorded stays: a retry goes on from it."""
-    if run is None or run.state not in TERMINAL_STATES:
-        return
-    if run.state is not RunState.FAILED or durability_of(run) is Durability.NONE:
-        free_states(settings, run.id)
-
-
-def durability_of(run: Run) -> Durability:
-    """What the run keeps to go on from."""
-    return EngineSection.model_validate(run.settings.get("engine", {})).durability
+    """Delete what nothing goes on from any more. What a failed or cancelled run has recorded stays for a while: a retry goes on from it."""
+    expiry = states_expiry(run, rules_of(settings)) if run is not None else None
+    if run is not None and expiry is not None and expiry.is_due(now()):
+        put_aside_states(settings, run.id)
+        remove_put_aside(settings)
 
 
 def take_over_states(settings: Settings, run: Run) -> None:
@@ -62,10 +77,11 @@ def take_over_states(settings: Settings, run: Run) -> None:
 
 
 def move_to_trash(settings: Settings, run_id: str) -> None:
-    """Put a deleted run's folder where the reconciler empties it; nothing happens where there is none."""
+    """Put a deleted run's folder, less its prepared rows, where the reconciler empties it; nothing happens where there is none."""
     folder, trash = settings.run_folder(run_id), settings.data_dir / "trash" / run_id
     if folder.is_dir() and not trash.exists():
         folder.rename(trash)
+    RunFiles(trash).tokens.unlink(missing_ok=True)
 
 
 def states_bytes(settings: Settings, run_id: str) -> int:

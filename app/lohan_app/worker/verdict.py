@@ -14,7 +14,7 @@ from lohan.events import ExitReason, FailureCause
 from lohan.units import format_duration
 from lohan_app.entities import Run
 from lohan_app.runs.states import Trigger
-from lohan_app.worker.run_files import durability_of
+from lohan_app.storage.retention import durability_of
 from lohan_app.worker.trainer import Killed, TrainerEnd
 
 MAX_LOST_ATTEMPTS = 3

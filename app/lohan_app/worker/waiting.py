@@ -1,4 +1,4 @@
-"""Runs that nobody works on: what people want of them, what they are paused for, and what deleted ones have left behind.
+"""Runs that nobody works on: what people want of them, what they are paused for, and what retries begin with.
 
 The reconciler calls these; each looks at the rows and does what is to be done, and doing it twice changes nothing.
 """
@@ -6,7 +6,6 @@ The reconciler calls these; each looks at the rows and does what is to be done, 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -21,7 +20,7 @@ from lohan_app.runs.announce import announce
 from lohan_app.runs.states import ACTIVE_STATES, WAITING_STATES, Trigger
 from lohan_app.settings import Settings
 from lohan_app.worker.reservations import Machine, need_of
-from lohan_app.worker.run_files import free_states, free_states_of_ended, move_to_trash, states_bytes, take_over_states
+from lohan_app.worker.run_files import states_bytes, take_over_states
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ class WaitingRuns:
 
     def __init__(self, settings: Settings, engine: Engine, look: Callable[[Settings], Machine]) -> None:
         self._settings, self._engine, self._look = settings, engine, look
-        self._has_swept = False
 
     def heed(self) -> None:
         """Runs without a supervisor have nobody else who could cancel, pause or resume them."""
@@ -56,8 +54,6 @@ class WaitingRuns:
             if state is not None:
                 logger.info("%s: %s, as wanted", run.id, state)
                 announce(self._settings, run.id)
-            if state is RunState.CANCELLED:
-                free_states(self._settings, run.id)
 
     def resume_where_there_is_room(self) -> None:
         """What a full drive has paused goes on when there is room for what it still writes; until then its page says how much it needs."""
@@ -96,27 +92,6 @@ class WaitingRuns:
             waiting = [run for run in repository.runs_in(session, [RunState.QUEUED, RunState.PAUSED]) if run.parent_id is not None]
         for run in waiting:
             take_over_states(self._settings, run)
-
-    def sweep(self) -> None:
-        """Remove the files of deleted runs, which a deletion has put into the trash; and, once, what a kill has left behind it."""
-        if not self._has_swept:
-            self._sweep_what_was_cut_off()
-            self._has_swept = True
-        for folder in (self._settings.data_dir / "trash").glob("run_*"):
-            free_states(self._settings, folder.name)
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _sweep_what_was_cut_off(self) -> None:
-        """Whoever ended or deleted a run may have been killed before it came to the files. Folders of unknown runs are left alone."""
-        found = {path.name for folder in self._settings.state_folders for path in folder.glob("run_*")}
-        with read_transaction(self._engine) as session:
-            deleted = set(repository.deleted_runs(session))
-            ended = [repository.get_run(session, run_id) for run_id in found - deleted]
-        for run_id in deleted:
-            free_states(self._settings, run_id)
-            move_to_trash(self._settings, run_id)
-        for run in ended:
-            free_states_of_ended(self._settings, run)
 
 
 def _trigger_for(run: Run) -> Trigger | None:

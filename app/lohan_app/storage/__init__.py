@@ -1,0 +1,1 @@
+"""Who holds what on the drives, for how long, and how much one user may hold."""
