@@ -93,6 +93,8 @@ FEATURE_EXTRAS = {
     "runs/run_form.py": "the form of a new run, read and filled",
     "runs/states.py": "the state machine: one table that service, supervisor and reconciler share",
     "runs/stream.py": "one poller for all streams of events",
+    "storage/holdings.py": "measured folders with the rows behind them, for service and command line",
+    "storage/quota.py": "what a user may hold: asked by datasets and runs",
     "storage/report.py": "the measurement of folders that reconciler, quotas, pages and REST share",
     "storage/retention.py": "what expires when, pure",
 }

@@ -68,6 +68,19 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
     raise typer.Exit(run_doctor(load_settings(), as_json=json))
 
 
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    unknown: Annotated[bool, typer.Option("--unknown", help="Remove also what the database does not know.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Say who holds what on the drives, and remove what has expired."""
+    with _app_extra():
+        from lohan_app.settings import load_settings
+        from lohan_app.worker.gc import Mode, run_gc
+
+    run_gc(load_settings(), Mode.LOOK if dry_run else Mode.REMOVE, with_unknown=unknown, as_json=json)
+
+
 def api_key(context: typer.Context) -> None:
     """Make API keys from the command line."""
     _forward("api-key", context)
@@ -121,7 +134,7 @@ def build() -> typer.Typer:
     """The whole command line."""
     application = _application()
     register(application)
-    for command in (up, web, worker, doctor):
+    for command in (up, web, worker, doctor, gc):
         application.command()(command)
     for name, forwarder in (("api-key", api_key), ("admin", admin), ("migrate", migrate)):
         application.command(name, context_settings=_FORWARDED)(forwarder)

@@ -28,7 +28,7 @@ from lohan_app.settings import Settings, load_settings
 log = logging.getLogger(__name__)
 
 API_PREFIX = "/api/v1"
-FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "system")
+FEATURES = ("auth", "runs", "datasets", "base_models", "hardware", "storage", "system")
 
 
 class StaticFolder(StaticFiles):

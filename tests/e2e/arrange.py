@@ -28,6 +28,7 @@ from lohan_app.entities import (
 )
 from lohan_app.entities.base import new_id, now
 from lohan_app.runs import repository
+from lohan_app.worker.housekeeping import Housekeeper
 from tests.e2e.server import Site, Visitor
 
 HOSTILE = "<img src=x onerror=alert(1)> \u202egnp.exe"
@@ -101,6 +102,25 @@ def add_model(site: Site, **values: Any) -> BaseModel:
     with write_transaction(site.engine) as session:
         session.add(model)
     return model
+
+
+def leave_files(site: Site, run_id: str, *, states: bool) -> None:
+    """What a run leaves on the drives: a log, a result, and states."""
+    folder = site.settings.run_folder(run_id)
+    (folder / "export").mkdir(parents=True)
+    (folder / "export" / "model.safetensors").write_bytes(bytes(40_000))
+    (folder / "events.jsonl").write_text("{}\n")
+    if states:
+        place = site.settings.state_folders[0] / run_id
+        place.mkdir(parents=True)
+        (place / "states.bin").write_bytes(bytes(100_000))
+
+
+def measure_storage(site: Site, *, unknown_runs: int = 0) -> None:
+    """Measure what lies on the drives, as the worker does, with states besides of runs that nobody knows."""
+    for _ in range(unknown_runs):
+        leave_files(site, new_id("run"), states=True)
+    Housekeeper(site.settings, site.engine).measure()
 
 
 def _tier(tier: Tier) -> TierPlan:

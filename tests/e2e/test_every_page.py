@@ -13,7 +13,7 @@ from tests.e2e.server import Site, Visitor
 
 pytestmark = pytest.mark.browser
 
-PAGES = ["/", "/runs", "/runs/new", "/datasets", "/models", "/hardware", "/settings", "/docs"]
+PAGES = ["/", "/runs", "/runs/new", "/datasets", "/models", "/hardware", "/storage", "/settings", "/docs"]
 LOOKS = [pytest.param(DESKTOP, "light", id="desktop"), pytest.param(PHONE, "dark", id="phone")]
 PROBLEM = {"kind": "StorageError", "message": "no space left on device", "place": "states/unit-3.bin", "remedy": "Free some space."}
 SINGLES = [f"run-{state}" for state in RunState] + [f"dataset-{name}" for name in ("ready", "bad-rows", "validating", "invalid")]
@@ -52,6 +52,9 @@ def full(site: Site) -> dict[str, str]:
     trainer = arrange.Trainer(site, runs[RunState.RUNNING])
     trainer.event(EventType.STARTED, device="cpu", precision="bf16", parameters=92_288, total_steps=40)
     trainer.steps(1, 20)
+    for state, run in runs.items():
+        arrange.leave_files(site, run.id, states=state is not RunState.DRAFT)
+    arrange.measure_storage(site, unknown_runs=2)
     singles = {f"run-{state}": f"/runs/{run.id}" for state, run in runs.items()}
     datasets = {"ready": plain, "bad-rows": bad, "validating": validating, "invalid": invalid}
     return {"token": keeper.token} | singles | {f"dataset-{name}": f"/datasets/{dataset.id}" for name, dataset in datasets.items()}

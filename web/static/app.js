@@ -27,6 +27,13 @@
     button.setAttribute("aria-expanded", String(open));
   }
 
+  // A part that was asked for again may know of more than the page around it, which has the dialogs.
+  function openDialog(id) {
+    const dialog = document.getElementById(id);
+    if (dialog) dialog.showModal();
+    else location.reload();
+  }
+
   document.addEventListener("click", (event) => {
     const target = event.target instanceof Element ? event.target : null;
     if (!target) return;
@@ -34,7 +41,7 @@
     const menu = target.closest("[data-nav-toggle]");
     if (menu) toggleMenu(menu);
     const opener = target.closest("[data-dialog]");
-    if (opener) document.getElementById(opener.dataset.dialog).showModal();
+    if (opener) openDialog(opener.dataset.dialog);
     if (target.closest("[data-close]") || target.nodeName === "DIALOG") target.closest("dialog").close();
     const copier = target.closest("[data-copy]");
     if (copier) copyText(copier);

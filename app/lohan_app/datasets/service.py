@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from sqlalchemy import Engine
+from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from lohan_app.auth.repository import add_audit_entry
@@ -21,6 +22,7 @@ from lohan_app.entities.base import now
 from lohan_app.errors import Conflict, NotFound, Unprocessable, still_needed
 from lohan_app.paging import DEFAULT_LIMIT, Page, make_page
 from lohan_app.settings import Settings
+from lohan_app.storage import quota
 from lohan_app.text import display_name
 from lohan_app.worker.celery import send
 
@@ -51,6 +53,7 @@ async def upload(
 
     Raises:
         TooLarge, InsufficientStorage, BadRequest, Unprocessable: see `datasets.upload`.
+        QuotaExceeded: the user's quota has no room for it.
     """
     shown_name = _checked_name(name or UNNAMED)
     dataset, file = await run_in_threadpool(_begin, context, identity, shown_name, announced_bytes)
@@ -85,8 +88,24 @@ def _begin(context: AppContext, identity: Identity, name: str, announced_bytes: 
             raise disk_full(uploads)
     dataset = Dataset(owner_id=identity.user_id, name=name, state=DatasetState.UPLOADING)
     with write_transaction(context.engine) as session:
+        left = quota.left(session, context.settings, user_id=identity.user_id, role=identity.role)
+        if announced_bytes is not None:
+            # A form is a little larger than its file; what matters is asked again when the file is there.
+            _check_quota(session, context, identity, announced_bytes - FORM_OVERHEAD_BYTES)
         session.add(dataset)
-    return dataset, UploadFile(uploads / f"{dataset.id}.part", limit)
+    path = uploads / f"{dataset.id}.part"
+    if left is None or left >= limit:
+        return dataset, UploadFile(path, limit)
+    return dataset, UploadFile(path, left, lambda _: _more_than_left(context, identity))
+
+
+def _check_quota(session: Session, context: AppContext, identity: Identity, need_bytes: int) -> None:
+    quota.check(session, context.settings, user_id=identity.user_id, role=identity.role, need_bytes=need_bytes, what="the file")
+
+
+def _more_than_left(context: AppContext, identity: Identity) -> quota.QuotaExceeded:
+    with read_transaction(context.engine) as session:
+        return quota.more_than_left(session, context.settings, user_id=identity.user_id, role=identity.role)
 
 
 def _finish(context: AppContext, identity: Identity, dataset_id: str, file: UploadFile, name: str) -> DatasetDetail:
@@ -94,6 +113,8 @@ def _finish(context: AppContext, identity: Identity, dataset_id: str, file: Uplo
         raise Unprocessable("the file is empty", place="file", remedy="Choose a file with one JSON object a line.")
     file.publish(rows_path(context.settings, dataset_id))
     with write_transaction(context.engine) as session:
+        # Of two uploads at once that fit only one by one, the second is refused here; its file goes with its row.
+        _check_quota(session, context, identity, file.size_bytes)
         repository.move(
             session,
             dataset_id,

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from lohan.errors import LohanError
 from lohan.units import format_bytes
 from lohan_app.errors import BadRequest, InsufficientStorage, TooLarge
 
@@ -36,8 +37,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 class UploadFile:
     """A file that is being uploaded. Its methods block: call them from a worker thread. One owner at a time."""
 
-    def __init__(self, path: Path, limit_bytes: int) -> None:
+    def __init__(self, path: Path, limit_bytes: int, refusal: Callable[[int], LohanError] | None = None) -> None:
+        """`refusal` makes the error for a file above `limit_bytes`, where that is another limit than the one on uploads."""
         self.path = path
+        self._refusal = refusal or too_large
         self.size_bytes = 0
         self._limit_bytes = limit_bytes
         self._digest = hashlib.sha256()
@@ -51,11 +54,11 @@ class UploadFile:
         """Append `block`.
 
         Raises:
-            TooLarge: the file would be larger than its limit.
+            TooLarge, QuotaExceeded: the file would be larger than its limit.
             InsufficientStorage: the disk is full.
         """
         if self.size_bytes + len(block) > self._limit_bytes:
-            raise too_large(self._limit_bytes)
+            raise self._refusal(self._limit_bytes)
         rest = memoryview(block)
         try:
             while rest:

@@ -48,6 +48,17 @@ def usable(facts: HardwareFacts, settings: Settings) -> HardwareFacts:
     return facts.model_copy(update={"gpus": tuple(by_uuid[name] for name in settings.devices if name in by_uuid)})
 
 
+def with_reserve(facts: HardwareFacts, settings: Settings) -> HardwareFacts:
+    """The machine as if what LOHAN_STATE_RESERVE_BYTES keeps back, beyond what plans leave in any case, were taken."""
+    from lohan.planning.fit import SSD_RESERVE_BYTES  # as in `HardwareCache.facts`
+
+    kept = max(0, settings.state_reserve_bytes - SSD_RESERVE_BYTES)
+    directories = (
+        directory.model_copy(update={"free_bytes": max(0, directory.free_bytes - kept)}) for directory in facts.state_directories
+    )
+    return facts.model_copy(update={"state_directories": tuple(directories)}) if kept else facts
+
+
 def measured(
     facts: HardwareFacts, settings: Settings, engine: EngineSection | None = None
 ) -> tuple[HardwareProfile | None, ConfigError | None]:

@@ -29,11 +29,12 @@ from lohan_app.runs.requests import Effect, Request, allowed, effect_of, wanted_
 from lohan_app.runs.schemas import RunRequest, detail_of
 from lohan_app.runs.service import Submission
 from lohan_app.runs.states import Trigger
-from lohan_app.storage.retention import durability_of
+from lohan_app.storage.quota import planned_bytes
+from lohan_app.storage.retention import KEEP_STATES_DAYS, durability_of
 from lohan_app.worker.celery import send, wake
 from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import holder_of, is_held
-from lohan_app.worker.run_files import move_to_trash
+from lohan_app.worker.run_files import move_to_trash, states_bytes
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +67,15 @@ def ask(context: AppContext, identity: Identity, run_id: str, request: Request, 
         NotFound: there is no such run that this user may see.
         Conflict: the run's state does not allow it; the message names the state, the remedy what is allowed.
         Unprocessable: the idempotency key is malformed, or was used for another request.
-        LohanError: a draft does not fit, or what it is made of is gone (see `service.plan`).
+        LohanError: a draft does not fit, its owner's quota has no room for it, or what it is made of is gone (see `service.plan`).
     """
     changes = _made_ready(context, identity, run_id) if request is Request.SUBMIT else {}
 
     def work(session: Session) -> str:
-        apply(session, identity, _held(session, identity, run_id), request, changes)
+        run = _held(session, identity, run_id)
+        if changes:
+            service.check_quota(session, context, identity, run.owner_id, planned_bytes(changes["plan"]))
+        apply(session, identity, run, request, changes)
         return run_id
 
     answer = _once(context, identity, f"{request} {run_id}", idempotency_key, work)
@@ -177,6 +181,7 @@ def _request_of(run: Run) -> RunRequest:
             "skip_bad_rows": run.skip_bad_rows,
             "training": run.settings.get("training", {}),
             "engine": run.settings.get("engine", {}),
+            KEEP_STATES_DAYS: run.settings.get(KEEP_STATES_DAYS),
         }
     )
 
@@ -192,8 +197,7 @@ def _made_ready(context: AppContext, identity: Identity, run_id: str) -> dict[st
         service.check_parts(session, identity, request)
     plan = service.plan(context, identity, request)
     training = request.training.model_copy(update={"precision": Precision(plan.precision)})
-    settings = {"training": training.model_dump(mode="json"), "engine": request.engine.model_dump(mode="json")}
-    return {"plan": plan.model_dump(mode="json"), "settings": settings}
+    return {"plan": plan.model_dump(mode="json"), "settings": service.settings_of(request, training)}
 
 
 def retry(context: AppContext, identity: Identity, run_id: str, idempotency_key: str | None = None) -> Answer:
@@ -212,6 +216,9 @@ def retry(context: AppContext, identity: Identity, run_id: str, idempotency_key:
         if other is not None:
             raise Conflict(f"the run is being retried by {other}", place=run_id, remedy="Wait for that run, or cancel it.")
         service.check_parts(session, identity, _request_of(run))
+        # It takes over what its parent has on the drives, which its owner holds already.
+        need_bytes = planned_bytes(run.plan) - states_bytes(context.settings, run_id)
+        service.check_quota(session, context, identity, run.owner_id, need_bytes)
         return _add(session, identity, run, RunState.QUEUED, owner_id=run.owner_id, name=run.name, plan=run.plan, parent_id=run.id)
 
     answer = _once(context, identity, f"retry {run_id}", idempotency_key, work)

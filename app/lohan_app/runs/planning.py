@@ -12,7 +12,7 @@ from lohan.planning.planner import SLOW_BF16, default_precision, make_plan
 from lohan.planning.workload import Workload
 from lohan_app.entities import BaseModel, Run
 from lohan_app.errors import Unprocessable
-from lohan_app.hardware.service import measured, usable
+from lohan_app.hardware.service import measured, usable, with_reserve
 from lohan_app.settings import Settings
 
 CPU_DEVICES = ("cpu:0",)
@@ -30,7 +30,7 @@ def plan_run(
         Unprocessable: the device is none that runs may use.
         ConfigError, CapacityError: see `lohan.planning.planner.make_plan`.
     """
-    idle = _as_if_idle(usable(facts, settings), active)
+    idle = with_reserve(_as_if_idle(usable(facts, settings), active), settings)
     _check_device(engine.device, idle, settings)
     engine = engine.model_copy(update={"unsafe_filesystems": settings.unsafe_filesystems})
     if "precision" not in training.model_fields_set:

@@ -91,6 +91,8 @@ class RunRequest(PlanRequest):
     dataset_id: RecordId
     skip_bad_rows: bool = False
     """Whether rows that cannot be used are left out; a dataset that has some is refused otherwise."""
+    keep_states_days: Annotated[int, Field(ge=0, le=3650, strict=True)] | None = None
+    """Days for which its states stay on the drives after it has succeeded; by default as the installation says (at once: not at all)."""
 
 
 class RunView(BaseModel):

@@ -52,6 +52,9 @@ from lohan_app.runs.schemas import (
     detail_of,
     view_of,
 )
+from lohan_app.storage import quota
+from lohan_app.storage.quota import planned_bytes
+from lohan_app.storage.retention import KEEP_STATES_DAYS
 from lohan_app.worker.celery import send
 
 # A trainer reports its phases a few times a second while it loads; nobody reads further back.
@@ -164,6 +167,7 @@ def submit(context: AppContext, identity: Identity, request: RunRequest, idempot
 
     Raises:
         as `plan`, and Unprocessable: the idempotency key is malformed, or was used for another request.
+        QuotaExceeded: the user's quota has no room for the run's states and result.
     """
     check_key(idempotency_key)
     body_hash = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
@@ -186,6 +190,17 @@ def submit(context: AppContext, identity: Identity, request: RunRequest, idempot
     if not submission.is_replay:
         send("runs.prepare", submission.run.id, settings=context.settings)
     return submission
+
+
+def settings_of(request: RunRequest, training: TrainingSection) -> dict[str, Any]:
+    """What is stored in `Run.settings`."""
+    settings: dict[str, Any] = {"training": training.model_dump(mode="json"), "engine": request.engine.model_dump(mode="json")}
+    return settings if request.keep_states_days is None else settings | {KEEP_STATES_DAYS: request.keep_states_days}
+
+
+def check_quota(session: Session, context: AppContext, identity: Identity, owner_id: str, need_bytes: int) -> None:
+    """Raises QuotaExceeded where the owner's quota has no room for a run that is going to hold so much; administrators decide freely."""
+    quota.check(session, context.settings, user_id=owner_id, role=identity.role, need_bytes=need_bytes, what="the run")
 
 
 def check_key(key: str | None) -> None:
@@ -231,14 +246,16 @@ def _store(context: AppContext, identity: Identity, request: RunRequest, made: P
         model = _checked_model(base_models.get_locked(session, request.base_model_id))
         dataset = _checked_dataset(datasets.get_locked(session, request.dataset_id), identity, request)
         training = request.training.model_copy(update={"precision": Precision(made.precision)})
+        stored_plan = made.model_dump(mode="json")
+        check_quota(session, context, identity, identity.user_id, planned_bytes(stored_plan))
         run = Run(
             owner_id=identity.user_id,
             name=request.name,
             base_model_id=model.id,
             dataset_id=dataset.id,
             skip_bad_rows=request.skip_bad_rows,
-            settings={"training": training.model_dump(mode="json"), "engine": request.engine.model_dump(mode="json")},
-            plan=made.model_dump(mode="json"),
+            settings=settings_of(request, training),
+            plan=stored_plan,
             state=RunState.QUEUED,
             devices=[],
         )

@@ -40,6 +40,12 @@ def user_names(session: Session) -> dict[str, str]:
     return {row[0]: row[1] for row in session.execute(select(User.id, User.name))}
 
 
+def users(session: Session, user_id: str | None = None) -> Sequence[User]:
+    """One user, or all."""
+    query = select(User)
+    return session.scalars(query if user_id is None else query.where(User.id == user_id)).all()
+
+
 def deletions(session: Session, ids: Collection[str]) -> dict[str, datetime]:
     """When those of the runs and datasets that are deleted were."""
     found: dict[str, datetime] = {}

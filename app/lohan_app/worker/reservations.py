@@ -14,6 +14,7 @@ from lohan.planning.footprint import RAM_STATES
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
 from lohan_app.entities import Run
+from lohan_app.hardware.service import with_reserve
 from lohan_app.settings import Settings
 
 WAITS_FOR_SPACE = "Waits for space in the state directories"
@@ -61,7 +62,7 @@ class Reservation:
 
 def look_at_machine(settings: Settings) -> Machine:
     """Measure what is there now; asks NVML and the operating system, never CUDA."""
-    facts = probe(settings.state_folders)
+    facts = with_reserve(probe(settings.state_folders), settings)
     devices = settings.devices or tuple(gpu.uuid for gpu in facts.gpus) or ("cpu:0",)
     data_free = shutil.disk_usage(settings.data_dir).free
     return Machine(devices, facts.ram.total_bytes, facts.ram.free_bytes, ssd_capacity(facts), data_free)

@@ -19,6 +19,7 @@ from lohan_app.runs import repository
 from lohan_app.runs.announce import announce
 from lohan_app.runs.states import ACTIVE_STATES, WAITING_STATES, Trigger
 from lohan_app.settings import Settings
+from lohan_app.storage.quota import result_bytes
 from lohan_app.worker.reservations import Machine, need_of
 from lohan_app.worker.run_files import states_bytes, take_over_states
 
@@ -77,7 +78,7 @@ class WaitingRuns:
 
     def _shortage(self, run: Run, machine: Machine, active: Sequence[Run]) -> str | None:
         """What is missing, in words; None where there is room."""
-        need = result_bytes(run) + HEADROOM_BYTES
+        need = result_bytes(run.plan or {}) + HEADROOM_BYTES
         if machine.data_free_bytes < need:
             return f"{format_bytes(need)} in the data folder, where {format_bytes(machine.data_free_bytes)} are free"
         need_ssd = need_of(run, states_bytes=states_bytes(self._settings, run.id)).ssd_bytes
@@ -111,9 +112,3 @@ def _waits_for_room(run: Run) -> bool:
 def _with_shortage(reason: str, shortage: str) -> str:
     before = reason.partition(" It goes on by itself")[0]
     return f"{before} It goes on by itself when there is room: it needs {shortage}."
-
-
-def result_bytes(run: Run) -> int:
-    """What the run's result takes in its folder: the working weights, and while they are written no more."""
-    plan = run.plan or {}
-    return int(plan.get("parameters", 0)) * (4 if plan.get("precision") == "fp32" else 2)

@@ -1,0 +1,68 @@
+"""Storage: who holds what, and freeing an ended run's states before they expire."""
+
+from __future__ import annotations
+
+from lohan_app.auth.repository import add_audit_entry
+from lohan_app.auth.schemas import Identity
+from lohan_app.context import AppContext
+from lohan_app.db import read_transaction, write_transaction
+from lohan_app.entities import TERMINAL_STATES
+from lohan_app.errors import Conflict
+from lohan_app.runs.repository import lock_run
+from lohan_app.runs.service import visible
+from lohan_app.storage import quota, repository
+from lohan_app.storage.holdings import drives, holdings
+from lohan_app.storage.report import read_report
+from lohan_app.storage.schemas import StorageView, UserUsage
+from lohan_app.worker.celery import wake
+from lohan_app.worker.launcher import RunFiles
+from lohan_app.worker.processes import holder_of, is_held
+from lohan_app.worker.run_files import put_aside_states
+
+
+def overview(context: AppContext, identity: Identity) -> StorageView:
+    """Drives as they are now, holdings as they were measured last; members see their own, administrators all."""
+    settings, report = context.settings, read_report(context.settings)
+    with read_transaction(context.engine) as session:
+        found = holdings(session, settings, report) if report is not None else []
+        users = repository.users(session, None if identity.is_admin else identity.user_id)
+        usages = [
+            UserUsage(
+                user_id=user.id,
+                user_name=user.name,
+                bytes=quota.usage_of(session, settings, user.id).bytes,
+                quota_bytes=quota.quota_of(settings, user.role),
+            )
+            for user in users
+        ]
+        active = repository.active_runs(session)
+    return StorageView(
+        measured_at=report.measured_at if report is not None else None,
+        drives=drives(settings, active),
+        holdings=[item for item in found if identity.is_admin or item.owner_id == identity.user_id],
+        users=sorted(usages, key=lambda usage: (-usage.bytes, usage.user_name)),
+    )
+
+
+def free_states(context: AppContext, identity: Identity, run_id: str) -> None:
+    """Free what an ended run could be gone on from, before it expires; its result and log stay. Freed twice is freed once.
+
+    Raises:
+        NotFound: there is no such run that this user may see.
+        Conflict: it has not ended, a retry is about to begin with its states, or a process still works in its folder.
+    """
+    lock = RunFiles(context.settings.run_folder(run_id)).trainer_lock
+    with write_transaction(context.engine) as session:
+        visible(session, identity, run_id)
+        run = lock_run(session, run_id)
+        assert run is not None, "rows of runs stay"
+        if run.state not in TERMINAL_STATES:
+            raise Conflict(f"the run is {run.state}, and goes on from its states", place=run_id, remedy="Cancel it first, or let it end.")
+        if repository.waiting_retries(session, [run_id]):
+            raise Conflict("a retry that waits begins with these states", place=run_id, remedy="Cancel that run first.")
+        if is_held(lock):
+            process = holder_of(lock) or "(unknown)"
+            raise Conflict(f"process {process} still works in the run's folder", place=run_id, remedy="Wait for it, or end it.")
+        add_audit_entry(session, user_id=identity.user_id, action="run.free-states", subject=run_id, address=identity.address)
+        put_aside_states(context.settings, run_id)
+    wake(context.settings)  # the reconciler removes what was put aside
