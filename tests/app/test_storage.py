@@ -20,6 +20,7 @@ from lohan_app.auth.schemas import Scope
 from lohan_app.db import write_transaction
 from lohan_app.entities import Dataset, DatasetState, Run, RunState
 from lohan_app.entities.base import new_id, now
+from lohan_app.errors import Unavailable
 from lohan_app.hardware.service import with_reserve
 from lohan_app.runs.schemas import RunRequest
 from lohan_app.settings import Settings
@@ -248,6 +249,17 @@ def test_gc_in_words(owner: Person, settings: Settings, engine: Engine) -> None:
     line = next(line for line in said if "states" in line and run_id in line)
     assert "'run of owner' of owner, failed" in line
     assert line.endswith("UTC: a retry goes on from them")
+
+
+def test_gc_without_a_database_removes_nothing(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path / "data")
+    settings.make_folders()
+    folder = settings.state_folders[0] / new_id("run")
+    folder.mkdir()
+    make_old(folder)
+    with pytest.raises(Unavailable, match="the database does not answer"):
+        run_gc(settings, Mode.REMOVE, with_unknown=True, as_json=False)
+    assert folder.is_dir()
 
 
 def test_a_dataset_is_named_and_listed(owner: Person, settings: Settings, engine: Engine) -> None:

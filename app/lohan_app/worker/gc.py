@@ -9,9 +9,12 @@ from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 
+from sqlalchemy.exc import DBAPIError
+
 from lohan.units import format_bytes
 from lohan_app.db import create_db_engine, read_transaction
 from lohan_app.entities.base import now
+from lohan_app.errors import Unavailable
 from lohan_app.settings import Settings
 from lohan_app.storage import repository
 from lohan_app.storage.holdings import drives, holdings
@@ -35,8 +38,9 @@ def run_gc(settings: Settings, mode: Mode, *, with_unknown: bool, as_json: bool,
     """Measure, remove what has expired unless only looking, and print who holds what.
 
     Raises:
-        DBAPIError: the database does not answer; nothing was removed.
+        Unavailable: the database does not answer, or has not been made; nothing was removed.
     """
+    settings.make_folders()
     engine = create_db_engine(settings)
     try:
         housekeeper = Housekeeper(settings, engine)
@@ -50,6 +54,10 @@ def run_gc(settings: Settings, mode: Mode, *, with_unknown: bool, as_json: bool,
         with read_transaction(engine) as session:
             found = holdings(session, settings, housekeeper.measure())
             drive_list = drives(settings, repository.active_runs(session))
+    except DBAPIError as error:
+        first_line = (str(error.orig).splitlines() or [""])[0]
+        remedy = "Start it, or run `lohan migrate` where it has not been made; `lohan doctor` says more."
+        raise Unavailable(f"the database does not answer: {first_line}", remedy=remedy) from error
     finally:
         engine.dispose()
     removed = [_line(thing, sizes) for thing in due] + [

@@ -30,6 +30,7 @@ from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import is_held, write_atomically
 from lohan_app.worker.reservations import WAITS_FOR_SPACE
 from lohan_app.worker.run_files import move_to_trash, put_aside_states, remove_put_aside
+from lohan_app.worker.waiting import HEADROOM_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class Housekeeper:
                     yield Due(Kind.UPLOAD, dataset_id, (path,), "its upload did not finish")
 
     def _is_data_folder_short(self) -> bool:
-        return shutil.disk_usage(self._settings.data_dir).free < self._settings.state_reserve_bytes
+        return shutil.disk_usage(self._settings.data_dir).free < HEADROOM_BYTES
 
     # ------------------------------------------------------------ removing it
     def remove_due(self) -> list[Due]:
