@@ -101,6 +101,7 @@ ENDED = now()
         ({"state": RunState.SUCCEEDED, "settings": {"keep_states_days": 0}}, replace(RULES, states=2 * DAY), 0 * DAY),
         ({"state": RunState.FAILED}, RULES, 7 * DAY),
         ({"state": RunState.FAILED, "step": 0}, RULES, 7 * DAY),
+        ({"state": RunState.FAILED, "settings": engine_settings(setting_of_another_version="x")}, RULES, 7 * DAY),
         ({"state": RunState.FAILED, "settings": {"keep_states_days": 50}}, RULES, 7 * DAY),
         ({"state": RunState.FAILED, "settings": engine_settings(durability="none")}, RULES, 0 * DAY),
         ({"state": RunState.CANCELLED}, RULES, 7 * DAY),

@@ -59,7 +59,8 @@ def states_expiry(run: Run, rules: Rules) -> Expiry | None:
         asked = run.settings.get(KEEP_STATES_DAYS)
         keep = rules.states if asked is None else timedelta(days=asked)
         return Expiry(ended + keep, "kept as was asked for" if keep else "the result is exported")
-    if durability_of(run) is Durability.NONE:
+    # As it was stored, unchecked: settings of another version must not keep the reconciler from its work.
+    if run.settings.get("engine", {}).get("durability") == Durability.NONE:
         return Expiry(ended, "nothing can go on from them (durability none)")
     if run.state is RunState.CANCELLED and run.step == 0:
         return Expiry(ended, "the run was cancelled before its first step")
