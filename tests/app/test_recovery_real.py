@@ -26,6 +26,7 @@ from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import BaseModel, BaseModelSource, BaseModelState, Dataset, DatasetState, Role, Run, RunState, User, Wanted
 from lohan_app.entities.base import now
 from lohan_app.settings import Settings
+from lohan_app.worker.launcher import RunFiles
 
 STEPS = 150
 LOST = timedelta(minutes=5)
@@ -161,7 +162,9 @@ def test_a_real_run_is_paused_retried_from_its_states_and_stopped_with_its_resul
     wait_until(lambda: read_run(appliance.engine, run_id).state is RunState.PAUSED, timeout_seconds=60, what="the pause")
     step = read_run(appliance.engine, run_id).step
     assert 2 <= step < STEPS
-    assert read_events(appliance.engine, run_id)[-1].fields["reason"] == "paused"
+    last = read_events(appliance.engine, run_id)[-1]
+    log = RunFiles(appliance.settings.run_folder(run_id)).trainer_log
+    assert last.fields.get("reason") == "paused", (last.attempt, last.type, last.fields, log.read_text()[-2000:] if log.exists() else "")
     with write_transaction(appliance.engine) as session:
         run = session.get(Run, run_id)
         assert run is not None
