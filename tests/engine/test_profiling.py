@@ -213,7 +213,7 @@ def test_files_leave_the_reserve_alone_and_share_a_file_system(tmp_path, monkeyp
 
 
 def test_files_in_memory_are_said_to_be_and_stay_small(tmp_path, monkeypatch, asked):
-    monkeypatch.setattr(drives, "filesystem_type", lambda _: "tmpfs")
+    monkeypatch.setattr(drives, "lies_in_memory", lambda _: True)
     in_flight = transfer_setting([tmp_path]).in_flight_bytes
     with pytest.raises(StorageError, match="enough"):
         measure(tmp_path, free_host_bytes=8 * 3 * in_flight)
