@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lohan.bench.records import Record, document, median, write_document
+from lohan.bench.step_model import make_config, one_block
 from lohan.bench.step_shapes import SHAPES, TRAINING_TO_FORWARD, Shape, ShapeName, block_forward_flops
 from lohan.config import KernelSet
 from lohan.models import kernel_formulas
@@ -169,23 +168,10 @@ def _random(*sizes: int, device: torch.device) -> torch.Tensor:
 
 
 def _block(size: Size, kernels: KernelSet, device: torch.device) -> Subject:
-    shape = size.shape
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=1,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        vocab_size=8,
-        use_cache=False,
-    )
-    with device:
-        model: Any = LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16).train()
-    block: nn.Module = model.model.layers[0]
+    block, rotary = one_block(make_config(size.shape, size.length), device, torch.bfloat16)
     install_kernels(block, kernels)
-    hidden = _random(size.rows, size.length, shape.hidden, device=device)
-    positions = model.model.rotary_emb(hidden, torch.arange(size.length, device=device)[None])
+    hidden = _random(size.rows, size.length, size.shape.hidden, device=device)
+    positions = rotary(hidden, torch.arange(size.length, device=device)[None])
 
     def run() -> tuple[torch.Tensor, ...]:
         output = block(hidden, position_embeddings=positions)

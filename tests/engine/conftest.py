@@ -39,6 +39,27 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def deterministic_on_gpu() -> Iterator[None]:
+    """The same of a GPU, where operators without such a form only warn."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def no_tf32() -> Iterator[None]:
+    """A GPU's matrix products in fp32 are products in fp32."""
+    import torch
+
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.fixture(scope="module")
 def trainers() -> Trainers:
     """Starts the trainers that a module's tests kill."""

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from lohan.config import ActivationPolicy, EngineSection, GradientBuffers, KernelSet, TrainingSection, UnitGrain
+from lohan.config import ActivationPolicy, EngineSection, TrainingSection
 from lohan.hardware.profile import HardwareProfile
 from lohan.planning import correction
 from lohan.planning.corrected_plan import corrected_plan
 from lohan.planning.correction import BETTER_BY, Correction, Factors, MeasuredStep, Running, correct, corrected_profile, is_wrong, ratio
-from lohan.planning.fit import Fit, choose_gpu
 from lohan.planning.operations import RESOURCES, OperationKind, Resource
 from lohan.planning.plan import Plan
 from lohan.planning.state_form import SCALE_BLOCK
 from lohan.planning.step_trace import Span, StepTrace, Wait
 from lohan.planning.tiers import Tier
+from lohan.training.plan_run import PlannedRun
 from tests.engine.test_forecast import IN_RAM, LENGTH, profile, workload
 from tests.engine.test_planner import machine, plan_of
 
@@ -29,15 +29,10 @@ def running(rates: HardwareProfile | None = None, *, ram_gib: int = 256, **engin
     settings = EngineSection(**({"durability": "none", "ram_state_bytes": 0} | engine))
     hardware = machine(gpu_gib=24, ram_gib=ram_gib)
     plan = plan_of(workload(), hardware=hardware, engine=settings, batch_size=BATCH, sequence_length=LENGTH, profile=rates)
-    chosen = {
-        "kernels": KernelSet(plan.kernels),
-        "gradient_buffers": GradientBuffers(plan.gradient_buffers),
-        "ram_state_bytes": plan.ram_state_bytes,
-    }
-    settings = settings.model_copy(update=chosen)
     training = TrainingSection(batch_size=BATCH, sequence_length=LENGTH)
-    fit = Fit(workload(), training, settings, hardware, choose_gpu(settings, hardware), UnitGrain(plan.grain))
-    return plan, Running(fit, rates, settings.policy, plan.micro_batch_size, plan.kept_units, plan.retention)
+    run = PlannedRun(plan, workload(), training, settings, hardware, rates).running
+    assert run is not None
+    return plan, run
 
 
 def slower(of: Running, **factors: float) -> Running:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,27 +22,12 @@ from tests.engine.reference import (
     train_streamed,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_tf32")]
 LABELS = [label for labels in GROUPS.values() for label in labels]
 EAGER_LABELS = [label for label in LABELS if label != ATTENTION]
 INPUTS = BlockTiers(ram_blocks=(0, 2), ssd_blocks=(1,))
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 3, "num_attention_heads": 8}
 WIDE_RUN = {"batch_size": 8, "seq_length": 128, "chunk_parameters": 1024 * 1024}
-
-
-@pytest.fixture(autouse=True)
-def _no_tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@pytest.fixture
-def deterministic_on_gpu() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("deterministic_on_gpu")

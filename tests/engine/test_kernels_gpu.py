@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,27 +26,13 @@ from tests.engine.kept_runs import ATTENTION, GROUPS_OF, in_tier, labels_of, spr
 from tests.engine.reference import assert_bitwise_equal, assert_equal_training, make_batches, make_llama, train_plain, train_streamed
 from tests.engine.test_kernels import CONFIGS, make
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of triton and what brings it
+# The warnings are of triton and what brings it.
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_tf32"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 FUSED = (KernelSet.LIGER, KernelSet.COMPILED)
 UNIT = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 """The most that rounding to a type is off, relatively."""
 SHAPES = [(2, 7, 256), (3, 129, 3200), (1, 2, 64)]
 """Rows, tokens, width."""
-
-
-@pytest.fixture(autouse=True)
-def _no_tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@pytest.fixture
-def deterministic_on_gpu() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=FUSED)

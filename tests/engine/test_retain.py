@@ -309,16 +309,6 @@ def test_the_order_of_units_does_not_depend_on_micro_batches(options, tmp_path):
 
 
 # ---------------------------------------------------------------- on a GPU
-@pytest.fixture
-def deterministic_on_gpu():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 def without_attention(retention: Retention) -> Retention:
     """Eager attention has no such operator."""
     operators = tuple(operator for operator in retention.operators if operator.label != ATTENTION)
@@ -326,7 +316,7 @@ def without_attention(retention: Retention) -> Retention:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("deterministic_on_gpu")
+@pytest.mark.usefixtures("no_tf32", "deterministic_on_gpu")
 @pytest.mark.parametrize("options", [{}, {"clip": "global", "max_gradient_norm": 0.5, **DURABLE}], ids=["plain", "clipped"])
 def test_switching_changes_no_bit_on_a_gpu(options, tmp_path):
     """Copy streams delayed at random, and NaN in whatever was given back."""

@@ -32,8 +32,6 @@ from lohan_app.runs.states import Trigger
 from lohan_app.storage.quota import planned_bytes
 from lohan_app.storage.retention import KEEP_STATES_DAYS, durability_of
 from lohan_app.worker.celery import send, wake
-from lohan_app.worker.launcher import RunFiles
-from lohan_app.worker.processes import holder_of, is_held
 from lohan_app.worker.run_files import move_to_trash, states_bytes
 
 log = logging.getLogger(__name__)
@@ -272,14 +270,11 @@ def delete(context: AppContext, identity: Identity, run_id: str) -> None:
         NotFound: see `ask`.
         Conflict: it has not ended, or a process still works in its folder.
     """
-    files = RunFiles(context.settings.run_folder(run_id))
     with write_transaction(context.engine) as session:
         run = _held(session, identity, run_id)
         if effect_of(Request.DELETE, run.state, run.wanted) is None:
             raise _refused(run, Request.DELETE)
-        if is_held(files.trainer_lock):
-            process = holder_of(files.trainer_lock) or "(unknown)"
-            raise Conflict(f"process {process} still works in the run's folder", place=run_id, remedy="Wait for it, or end it.")
+        service.check_at_rest(context.settings, run_id)
         if run.state is RunState.DRAFT:
             repository.fire(session, run_id, Trigger.REQUEST_CANCEL)
         repository.mark_deleted(session, run_id, now())

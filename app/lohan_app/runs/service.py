@@ -52,10 +52,13 @@ from lohan_app.runs.schemas import (
     detail_of,
     view_of,
 )
+from lohan_app.settings import Settings
 from lohan_app.storage import quota
 from lohan_app.storage.quota import planned_bytes
 from lohan_app.storage.retention import KEEP_STATES_DAYS
 from lohan_app.worker.celery import send
+from lohan_app.worker.launcher import RunFiles
+from lohan_app.worker.processes import holder_of, is_held
 
 # A trainer reports its phases a few times a second while it loads; nobody reads further back.
 EVENTS_LIMIT = 5000
@@ -299,6 +302,14 @@ def visible(session: Session, identity: Identity, run_id: str) -> queries.NamedR
     if row is None or not identity.may_see(row.run.owner_id):
         raise NotFound("no such run", place=run_id, remedy="Look at the list of runs.")
     return row
+
+
+def check_at_rest(settings: Settings, run_id: str) -> None:
+    """Raises Conflict where a process still works in the run's folder."""
+    lock = RunFiles(settings.run_folder(run_id)).trainer_lock
+    if is_held(lock):
+        process = holder_of(lock) or "(unknown)"
+        raise Conflict(f"process {process} still works in the run's folder", place=run_id, remedy="Wait for it, or end it.")
 
 
 def metrics(context: AppContext, identity: Identity, run_id: str, after_step: int = 0, to_step: int = LAST_STEP) -> MetricsView:

@@ -14,7 +14,7 @@ from lohan.units import format_bytes
 from lohan_app.entities import TERMINAL_STATES, Dataset, Role, Run, RunState
 from lohan_app.settings import Settings
 from lohan_app.storage import repository
-from lohan_app.storage.report import Kind, read_report
+from lohan_app.storage.report import Kind, StorageReport, read_report
 
 SHOWN = 3
 """How many of the largest things a refusal names."""
@@ -44,10 +44,9 @@ def result_bytes(plan: Mapping[str, Any]) -> int:
     return int(plan.get("parameters", 0)) * (4 if plan.get("precision") == "fp32" else 2)
 
 
-def usage_of(session: Session, settings: Settings, user_id: str) -> Usage:
+def usage_of(session: Session, report: StorageReport | None, user_id: str) -> Usage:
     """Datasets by their rows, runs by what was measured; of one that has not ended at least what its plan says. Drafts hold nothing."""
     runs, datasets = repository.owned(session, user_id)
-    report = read_report(settings)
     measured: dict[str, int] = {}
     for item in report.items if report is not None else ():
         if item.kind in (Kind.STATES, Kind.EXPORT, Kind.RUN_FILES):
@@ -77,7 +76,7 @@ def quota_of(settings: Settings, role: Role) -> int | None:
 def left(session: Session, settings: Settings, *, user_id: str, role: Role) -> int | None:
     """Bytes that the user may still take; None where there is no limit."""
     quota = quota_of(settings, role)
-    return None if quota is None else max(0, quota - usage_of(session, settings, user_id).bytes)
+    return None if quota is None else max(0, quota - usage_of(session, read_report(settings), user_id).bytes)
 
 
 def check(session: Session, settings: Settings, *, user_id: str, role: Role, need_bytes: int, what: str) -> None:
@@ -92,7 +91,7 @@ def check(session: Session, settings: Settings, *, user_id: str, role: Role, nee
     quota = quota_of(settings, role)
     if quota is None:
         return
-    usage = usage_of(session, settings, user_id)
+    usage = usage_of(session, read_report(settings), user_id)
     have = max(0, quota - usage.bytes)
     if need_bytes <= have:
         return
@@ -101,7 +100,7 @@ def check(session: Session, settings: Settings, *, user_id: str, role: Role, nee
 
 def more_than_left(session: Session, settings: Settings, *, user_id: str, role: Role) -> QuotaExceeded:
     """The refusal of a file that is found to be larger than what is left while it arrives."""
-    quota, usage = quota_of(settings, role), usage_of(session, settings, user_id)
+    quota, usage = quota_of(settings, role), usage_of(session, read_report(settings), user_id)
     assert quota is not None, "without a quota nothing is larger than what is left of it"
     return _refusal("the file is larger", max(0, quota - usage.bytes) + 1, quota, usage)
 

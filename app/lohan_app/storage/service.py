@@ -9,14 +9,12 @@ from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import TERMINAL_STATES
 from lohan_app.errors import Conflict
 from lohan_app.runs.repository import lock_run
-from lohan_app.runs.service import visible
+from lohan_app.runs.service import check_at_rest, visible
 from lohan_app.storage import quota, repository
 from lohan_app.storage.holdings import drives, holdings
 from lohan_app.storage.report import read_report
 from lohan_app.storage.schemas import StorageView, UserUsage
 from lohan_app.worker.celery import wake
-from lohan_app.worker.launcher import RunFiles
-from lohan_app.worker.processes import holder_of, is_held
 from lohan_app.worker.run_files import put_aside_states
 
 
@@ -30,7 +28,7 @@ def overview(context: AppContext, identity: Identity) -> StorageView:
             UserUsage(
                 user_id=user.id,
                 user_name=user.name,
-                bytes=quota.usage_of(session, settings, user.id).bytes,
+                bytes=quota.usage_of(session, report, user.id).bytes,
                 quota_bytes=quota.quota_of(settings, user.role),
             )
             for user in users
@@ -51,7 +49,7 @@ def free_states(context: AppContext, identity: Identity, run_id: str) -> None:
         NotFound: there is no such run that this user may see.
         Conflict: it has not ended, a retry is about to begin with its states, or a process still works in its folder.
     """
-    lock = RunFiles(context.settings.run_folder(run_id)).trainer_lock
+    settings = context.settings
     with write_transaction(context.engine) as session:
         visible(session, identity, run_id)
         run = lock_run(session, run_id)
@@ -60,9 +58,7 @@ def free_states(context: AppContext, identity: Identity, run_id: str) -> None:
             raise Conflict(f"the run is {run.state}, and goes on from its states", place=run_id, remedy="Cancel it first, or let it end.")
         if repository.waiting_retries(session, [run_id]):
             raise Conflict("a retry that waits begins with these states", place=run_id, remedy="Cancel that run first.")
-        if is_held(lock):
-            process = holder_of(lock) or "(unknown)"
-            raise Conflict(f"process {process} still works in the run's folder", place=run_id, remedy="Wait for it, or end it.")
+        check_at_rest(settings, run_id)
         add_audit_entry(session, user_id=identity.user_id, action="run.free-states", subject=run_id, address=identity.address)
-        put_aside_states(context.settings, run_id)
-    wake(context.settings)  # the reconciler removes what was put aside
+        put_aside_states(settings, run_id)
+    wake(settings)  # the reconciler removes what was put aside

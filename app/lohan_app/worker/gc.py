@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import StrEnum
@@ -20,7 +19,7 @@ from lohan_app.storage import repository
 from lohan_app.storage.holdings import drives, holdings
 from lohan_app.storage.report import Kind, StorageReport
 from lohan_app.storage.schemas import Drive, Holding
-from lohan_app.worker.housekeeping import Due, Housekeeper
+from lohan_app.worker.housekeeping import Due, Housekeeper, remove_path
 from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import is_held
 
@@ -49,8 +48,8 @@ def run_gc(settings: Settings, mode: Mode, *, with_unknown: bool, as_json: bool,
         due = housekeeper.due() if mode is Mode.LOOK else housekeeper.remove_due()
         with read_transaction(engine) as session:
             unknown = _idle_unknown(settings, holdings(session, settings, report), report) if with_unknown else []
-        if mode is Mode.REMOVE:
-            _remove_unknown(unknown)
+        for _, path in unknown if mode is Mode.REMOVE else ():
+            remove_path(path)
         with read_transaction(engine) as session:
             found = holdings(session, settings, housekeeper.measure())
             drive_list = drives(settings, repository.active_runs(session))
@@ -89,14 +88,6 @@ def _is_idle(path: Path) -> bool:
         return all(each.lstat().st_mtime < before for each in (path, *path.rglob("*")))
     except OSError:
         return False
-
-
-def _remove_unknown(unknown: Sequence[tuple[Holding, Path]]) -> None:
-    for _, path in unknown:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _json(mode: Mode, removed: list[dict[str, object]], found: Sequence[Holding], drive_list: Sequence[Drive]) -> str:

@@ -51,6 +51,14 @@ class Due:
     why: str
 
 
+def remove_path(path: Path) -> None:
+    """A file, or a folder with all in it; what is left of a folder is gone on with another time."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 class Housekeeper:
     """Its `remove_due` costs a look at a few folders' names and one query where nothing has expired."""
 
@@ -124,10 +132,7 @@ class Housekeeper:
         if thing.kind is Kind.STATES:
             return self._put_aside(thing.id)
         for path in thing.paths:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            remove_path(path)
         return True
 
     def _put_aside(self, run_id: str) -> bool:

@@ -92,7 +92,7 @@ def block_seconds(
 
     As many passes as `least_seconds` hold, at least five; two more go before.
     """
-    block, rotary = _one_block(config, device, dtype)
+    block, rotary = one_block(config, device, dtype)
     install_kernels(block, kernels)
     hidden = torch.randn(rows, sequence, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
     positions = rotary(hidden, torch.arange(sequence, device=device)[None])
@@ -118,7 +118,7 @@ def block_seconds(
     return statistics.median(seconds)
 
 
-def _one_block(config: Any, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+def one_block(config: Any, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """A block with real weights, and the module that computes its rotary positions."""
     import copy
 

@@ -155,6 +155,7 @@ class Chooser:
     def _problem(
         self, fit: Fit, times: BlockTimes, micro_batch: int, kept_units: int, rooms: Rooms
     ) -> tuple[ActivationProblem, PolicyFacts]:
+        cost = self._cost(fit, times, micro_batch, kept_units, fit.order, 0.0)
         problem = ActivationProblem(
             candidates=self._candidates(fit, times),
             blocks=fit.workload.blocks,
@@ -162,10 +163,9 @@ class Chooser:
             gpu_bytes=rooms.gpu_bytes,
             ram_bytes=rooms.ram_bytes,
             ssd_bytes=rooms.ssd_bytes,
-            evaluate=self._cost(fit, times, micro_batch, kept_units, fit.order, 0.0),
+            evaluate=cost,
         )
-        seconds = device_seconds(fit.workload, times, batch=fit.training.batch_size, length=fit.training.sequence_length)
-        return problem, self._facts(fit, seconds.forward)
+        return problem, self._facts(fit, cost.setting.forward_seconds)
 
     def _cost(self, fit: Fit, times: BlockTimes, micro_batch: int, kept_units: int, order: UpdateOrder, redone_share: float) -> StepCost:
         sizes, batch, length = fit.sizes, fit.training.batch_size, fit.training.sequence_length
