@@ -2,7 +2,8 @@
 
 Each part is one `lohan bench step`, whose records are joined to those of the others in benchmarks/results/step.json, so that parts may be
 run one at a time, in any order, and again. Without a part all are run; `list` says what they are and how long each takes, by the arithmetic
-of `Part.seconds`. Llamas of 3.43 and 6.7 billion parameters, 1024 tokens a row, bf16, split states, no durability, 24 GiB of the GPU.
+of `Part.seconds`. Llamas of 3.43 and 6.7 billion parameters, 1024 tokens a row, bf16, split states, no durability, 24 GiB of the GPU,
+torch's own kernels: what is compared are schedules and tiers, with the same computing on any machine.
 Needs 100 GiB of free host memory, 43 GiB in the folder on a drive and, for the 6.7b part, a /dev/shm of 80 GiB.
 """
 
@@ -46,9 +47,9 @@ class Part:
         """Of `lohan bench step`."""
         found = ["--shape", str(self.shape), "--states-tier", self.tier, "--batch", str(self.batch), "--sequence", "1024"]
         found += [argument for schedule in self.schedules for argument in ("--schedule", schedule)]
-        found += ["--steps", str(self.steps), "--gpu-cap", self.gpu_cap, "--device", "cuda", "--directory", str(directory)]
+        found += ["--steps", str(self.steps), "--gpu-cap", self.gpu_cap, "--device", "cuda", "--kernels", "torch"]
         found += ["--host-cap", self.host_cap] if self.host_cap else []
-        return [*found, "--output", str(output), "--append"]
+        return [*found, "--directory", str(directory), "--output", str(output), "--append"]
 
     @property
     def seconds(self) -> float:

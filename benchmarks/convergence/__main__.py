@@ -25,7 +25,7 @@ from benchmarks.chart import Panel, Series, svg
 from benchmarks.convergence.data import open_corpus, sample_model, write_sample_rows
 from benchmarks.convergence.runs import FINAL_STEPS, Curve, Setup, train_engine, train_plain
 from lohan.bench.records import document, write_document
-from lohan.config import Precision, States
+from lohan.config import KernelSet, Precision, States
 from lohan.errors import LohanError
 from lohan.streaming.device import resolve_device
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="where they are written (%(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (%(default)s)")
     parser.add_argument("--precision", type=Precision, choices=list(Precision), default=Precision.BF16, help="%(default)s")
+    parser.add_argument("--kernels", type=KernelSet, choices=list(KernelSet), default=KernelSet.TORCH, help="of the engine (%(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="at least 10 (%(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="rows of a step, at least 4 (%(default)s)")
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a row at most (%(default)s)")
@@ -80,7 +81,7 @@ def _run(parsed: argparse.Namespace) -> int:
         corpus = open_corpus(
             model, data, folder, sequence=parsed.sequence, batch=parsed.batch, held_out=parsed.held_out, seed=parsed.seed
         )  # fmt: skip
-        setup = Setup(model, corpus, parsed.steps, parsed.learning_rate, parsed.device, parsed.precision, parsed.seed)
+        setup = Setup(model, corpus, parsed.steps, parsed.learning_rate, parsed.device, parsed.precision, parsed.seed, parsed.kernels)
         curves = [train_plain(setup, count, _say) for count in MICRO_BATCHES]
         curves += [train_engine(setup, states, _say) for states in (States.AUTO, States.EIGHT_BIT)]
     verdict = compare(curves)
@@ -97,6 +98,7 @@ def _settings(parsed: argparse.Namespace, setup: Setup) -> dict[str, Any]:
         "model": parsed.name,
         "device": str(resolve_device(setup.device).type),
         "precision": str(setup.precision),
+        "kernels": str(setup.kernels),
         "steps": setup.steps,
         "batch": parsed.batch,
         "sequence": parsed.sequence,

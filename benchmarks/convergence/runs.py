@@ -15,7 +15,7 @@ from torch import nn
 import lohan
 from benchmarks.convergence.data import Corpus
 from benchmarks.convergence.plain import MasterWeightTraining, load_model
-from lohan.config import Precision, Schedule, States, TrainingSection, UnsafeFilesystems
+from lohan.config import KernelSet, Precision, Schedule, States, TrainingSection, UnsafeFilesystems
 from lohan.models.load import empty_model, load_config
 from lohan.models.weights import open_weights
 from lohan.streaming.device import resolve_device
@@ -39,6 +39,8 @@ class Setup:
     device: str
     precision: Precision
     seed: int
+    kernels: KernelSet
+    """Of the engine; plain PyTorch has its own."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,6 +118,7 @@ def train_engine(setup: Setup, states: States, say: Callable[[str], None]) -> Cu
             device=setup.device,
             precision=setup.precision,
             states=states,
+            kernels=setup.kernels,
             ram_state_bytes=_ALL_STATES_BYTES,
             unsafe_filesystems=UnsafeFilesystems.ALLOW,
             weights=weights,

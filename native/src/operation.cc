@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "rounding.h"
+#include "streaming_copy.h"
 
 namespace lohan {
 namespace {
@@ -127,7 +128,8 @@ int64_t Perform(const Call& call) noexcept {
   const auto size = static_cast<size_t>(call.length_bytes);
   if (call.mapped != nullptr && StillReaches(call)) {
     const bool reading = call.access == Access::kRead;
-    std::memcpy(reading ? call.memory : call.mapped, reading ? call.mapped : call.memory, size);
+    StreamingCopy(reading ? call.memory : call.mapped, reading ? call.mapped : call.memory,
+                  call.length_bytes);
     return call.length_bytes;
   }
   const ssize_t moved = call.access == Access::kRead
