@@ -122,7 +122,9 @@ void MemberFile::Cut(int64_t offset, std::byte* memory, int64_t length_bytes,
                      std::vector<Extent>& extents) const {
   const int64_t end = offset + length_bytes;
   const auto append = [&](int64_t from, int64_t to, Route route) {
-    const int64_t longest = route == Route::kDirectBounced ? kBounceBytes : kExtentBytes;
+    const int64_t longest = mapped(from) != nullptr          ? kCopyBytes
+                            : route == Route::kDirectBounced ? kBounceBytes
+                                                             : kExtentBytes;
     for (int64_t at = from; at < to; at += longest) {
       extents.push_back({this, at, memory + (at - offset), std::min(longest, to - at), route});
     }

@@ -127,9 +127,11 @@ Operation::Next Operation::End(std::optional<IoError> error) noexcept {
 int64_t Perform(const Call& call) noexcept {
   const auto size = static_cast<size_t>(call.length_bytes);
   if (call.mapped != nullptr && StillReaches(call)) {
-    const bool reading = call.access == Access::kRead;
-    StreamingCopy(reading ? call.memory : call.mapped, reading ? call.mapped : call.memory,
-                  call.length_bytes);
+    if (call.access == Access::kRead) {
+      std::memcpy(call.memory, call.mapped, size);  // into the caches: it is used at once
+    } else {
+      StreamingCopy(call.mapped, call.memory, call.length_bytes);
+    }
     return call.length_bytes;
   }
   const ssize_t moved = call.access == Access::kRead

@@ -137,15 +137,24 @@ def test_two_slots_are_taken_where_three_do_not_fit():
 
 
 @pytest.mark.parametrize(("hidden", "chunk"), [(512, 4 * MIB), (2048, 16 * MIB), (3200, 32 * MIB), (12288, 32 * MIB)])
-def test_chunks_are_a_third_of_a_block_within_bounds(hidden, chunk):
+def test_chunks_in_ram_are_a_third_of_a_block_within_bounds(hidden, chunk):
     workload = llama(hidden=hidden, blocks=2)
-    plan = plan_of(workload, hardware=machine(gpu_gib=80), batch_size=1)
+    plan = plan_of(workload, hardware=machine(gpu_gib=80), engine=EngineSection(ram_state_bytes=1 << 50), batch_size=1)
     assert plan.chunk_parameters == chunk
     assert chunk == 4 * MIB or 12 * hidden * hidden >= 3 * chunk
     item = next(item for item in plan.tier(Tier.RAM).items if item.name == "optimizer staging")
     assert item.bytes == 3 * 12 * min(chunk, max(unit.parameters for unit in workload.units))
-    asked = plan_of(workload, hardware=machine(gpu_gib=80), engine=EngineSection(chunk_parameters=4096), batch_size=1)
-    assert asked.chunk_parameters == 4096
+
+
+@pytest.mark.parametrize("ram_state_bytes", [0, 1 * GIB])
+def test_chunks_of_files_are_small_enough_for_caches(ram_state_bytes):
+    plan = plan_of(llama(hidden=3200, blocks=8), engine=EngineSection(ram_state_bytes=ram_state_bytes), batch_size=1)
+    assert plan.chunk_parameters == 4 * MIB
+
+
+def test_chunks_may_be_asked_for():
+    plan = plan_of(llama(hidden=3200, blocks=2), hardware=machine(gpu_gib=80), engine=EngineSection(chunk_parameters=4096), batch_size=1)
+    assert plan.chunk_parameters == 4096
 
 
 @pytest.mark.parametrize("durability", ["none", "step", "snapshot"])

@@ -35,6 +35,9 @@ enum class Route {
 constexpr int64_t kExtentBytes = int64_t{4} << 20;
 /// The longest bounced extent, and the size of an engine's bounce buffers.
 constexpr int64_t kBounceBytes = int64_t{1} << 20;
+/// The longest extent of a mapped file: a copy is one thread's, and all of a small transfer's are to share
+/// it.
+constexpr int64_t kCopyBytes = int64_t{1} << 20;
 
 class MemberFile;
 
@@ -43,7 +46,7 @@ struct Extent {
   const MemberFile* file;
   int64_t offset;  // in `file`
   std::byte* memory;
-  int64_t length_bytes;  // at most kExtentBytes; kBounceBytes when bounced
+  int64_t length_bytes;  // at most kExtentBytes; kBounceBytes when bounced, kCopyBytes when mapped
   Route route;
 };
 
