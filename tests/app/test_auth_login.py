@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from fastapi import FastAPI
-from fixtures.service import BASE_URL, BOTH_DATABASES, Person
+from fixtures.service import BASE_URL, Person
 from sqlalchemy import Engine, event, select, update
 from starlette.testclient import TestClient
 
@@ -36,7 +36,7 @@ def log_in(client: TestClient, name: str = "Grace", word: str = PASSWORD, **head
 
 
 # ---------------------------------------------------------------- login
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize("spelling", ["Grace", "grace", "GRACE"])
 def test_a_login_opens_a_session(anonymous: TestClient, grace: User, engine: Engine, spelling: str):
     reply = log_in(anonymous, spelling)
@@ -143,7 +143,7 @@ def test_a_flood_of_made_up_accounts_does_not_grow_the_process(monkeypatch):
 
 
 # ---------------------------------------------------------------- sessions
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_logout_ends_the_session_on_the_server(app: FastAPI, owner: Person, admin: Person):
     thief = TestClient(app, base_url=BASE_URL, cookies={SESSION_COOKIE: owner.client.cookies[SESSION_COOKIE]})
     assert thief.get("/api/v1/me").status_code == 200
@@ -151,7 +151,7 @@ def test_a_logout_ends_the_session_on_the_server(app: FastAPI, owner: Person, ad
     assert thief.get("/api/v1/me").status_code == 401
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_an_idle_session_ends(owner: Person, admin: Person, settings: Settings, engine: Engine):
     def seen(hours: float) -> None:
         with write_transaction(engine) as session:
@@ -184,6 +184,7 @@ def writes_of(engine: Engine, action: Callable[[], object]) -> list[str]:
     return [statement for statement in statements if statement.startswith(("UPDATE", "INSERT", "DELETE"))]
 
 
+@pytest.mark.database
 def test_being_seen_is_written_once_a_minute(owner: Person, app: FastAPI, engine: Engine):
     web_engine = app.state.context.engine
     assert writes_of(web_engine, lambda: [owner.client.get("/api/v1/me") for _ in range(5)]) == []
@@ -193,6 +194,7 @@ def test_being_seen_is_written_once_a_minute(owner: Person, app: FastAPI, engine
     assert len(writes) == 1 and "api_keys" in writes[0]
 
 
+@pytest.mark.database
 def test_sessions_are_listed_and_revoked(owner: Person, mate: Person, engine: Engine):
     other = service.open_session(engine, owner.user, address="x", user_agent="Other browser")
     listed = owner.client.get("/api/v1/sessions").json()
@@ -247,7 +249,7 @@ def test_a_key_needs_neither(anonymous: TestClient, owner: Person):
 
 
 # ---------------------------------------------------------------- keys
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_key_is_shown_once_and_stored_as_a_hash(owner: Person, anonymous: TestClient, engine: Engine):
     reply = owner.client.post("/api/v1/api-keys", json={"name": "laptop", "scopes": ["read"]})
     made = reply.json()
@@ -265,6 +267,7 @@ def test_a_key_is_shown_once_and_stored_as_a_hash(owner: Person, anonymous: Test
     assert owner.client.delete(f"/api/v1/api-keys/{stored.id}").status_code == 404
 
 
+@pytest.mark.database
 def test_a_key_ends_when_it_said(owner: Person, anonymous: TestClient, engine: Engine):
     body = {"name": "k", "expires_at": (now() + timedelta(hours=1)).isoformat()}
     made = owner.client.post("/api/v1/api-keys", json=body).json()
@@ -318,6 +321,7 @@ def test_a_leaked_key_makes_no_others(owner: Person, admin: Person, anonymous: T
         assert anonymous.get(path, headers=admin.key(Scope.ADMIN)).status_code == 200
 
 
+@pytest.mark.database
 def test_a_key_of_an_administrator_made_a_member_loses_its_power(admin: Person, anonymous: TestClient, engine: Engine):
     key = admin.key(Scope.ADMIN, Scope.READ)
     assert anonymous.post("/api/v1/base-models", json={"source": "folder", "root": "x", "name": "y"}, headers=key).status_code == 422

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fastapi import FastAPI
-from fixtures.service import BASE_URL, BOTH_DATABASES
+from fixtures.service import BASE_URL
 from sqlalchemy import Engine, select
 from starlette.testclient import TestClient
 
@@ -55,7 +55,7 @@ def test_nobody_logs_in_before_the_set_up(anonymous: TestClient):
     assert reply.status_code == 503
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_the_token_makes_an_administrator_who_is_logged_in(anonymous: TestClient, settings: Settings, engine: Engine):
     reply = claim(anonymous, token_path(settings).read_text())
     assert reply.status_code == 201
@@ -68,7 +68,7 @@ def test_the_token_makes_an_administrator_who_is_logged_in(anonymous: TestClient
         assert session.scalars(select(AuditEntry.action).order_by(AuditEntry.id)).all() == ["setup", "login"]
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_of_many_at_once_one_wins(app: FastAPI, anonymous: TestClient, settings: Settings, engine: Engine):
     token = token_path(settings).read_text()
     clients = [TestClient(app, base_url=BASE_URL, raise_server_exceptions=False) for _ in range(6)]
@@ -82,6 +82,7 @@ def test_of_many_at_once_one_wins(app: FastAPI, anonymous: TestClient, settings:
         assert session.scalars(select(SetupClaim.user_id)).all() == [users[0].id]
 
 
+@pytest.mark.database
 def test_the_token_is_dead_afterwards(app: FastAPI, anonymous: TestClient, settings: Settings):
     token = token_path(settings).read_text()
     assert claim(anonymous, token).status_code == 201

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fixtures.service import BOTH_DATABASES, Person
+from fixtures.service import Person
 from fixtures.tiny_model import make_tiny_model
 from sqlalchemy import Engine
 
@@ -117,7 +117,7 @@ def test_a_model_that_vanishes_before_its_inspection_says_so(admin: Person, sett
     assert admin.client.get(f"{URL}/{reply.json()['id']}").json()["state"] == "invalid"
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_available_lists_folders_files_and_the_sample(admin: Person, settings: Settings):
     root = settings.model_dirs[0]
     make_tiny_model(root / "tiny")
@@ -166,7 +166,7 @@ def test_what_is_not_there_is_404_and_what_is_registered_409(admin: Person, sett
     assert register(admin, settings, "tiny").status_code == 409
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_name_is_free_again_after_deletion_and_numbered_in_another_folder(admin: Person, settings: Settings, app, tmp_path: Path):
     second = tmp_path / "more"
     app.state.context.settings = settings.model_copy(update={"model_dirs": (settings.model_dirs[0], second)})

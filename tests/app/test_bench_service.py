@@ -29,7 +29,7 @@ def test_a_small_run_is_recorded_and_shown(tmp_path: Path, capsys: pytest.Captur
     assert sqlite["loss curve, all steps"]["bytes"] < sqlite["page's points, all steps"]["bytes"] < 600_000
 
 
-@pytest.mark.postgres
+@pytest.mark.database(only="postgres")
 def test_postgresql_runs_the_same_cases(tmp_path: Path, postgres_url: str):
     records = service.bench(tmp_path / "data", steps=500, runs=3, database_url=postgres_url)
     assert len(cases(records, "postgresql")) == len(records) == 11

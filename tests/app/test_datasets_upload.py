@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from fixtures.rows import messages_rows
-from fixtures.service import BASE_URL, BOTH_DATABASES, Person
+from fixtures.service import BASE_URL, Person
 from fixtures.waiting import wait_until
 from sqlalchemy import Engine, select
 from starlette.testclient import TestClient
@@ -41,7 +41,7 @@ def nothing_is_left(settings: Settings, engine: Engine) -> bool:
     return not rows and not names_in(settings.data_dir / "uploads") and not names_in(settings.data_dir / "datasets")
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_form_and_a_plain_body_give_the_same_file(owner: Person, settings: Settings, engine: Engine):
     form = owner.client.post("/api/v1/datasets", files={"file": ("talks.jsonl", io.BytesIO(ROWS))})
     body = owner.client.post("/api/v1/datasets?name=talks.jsonl", content=ROWS)
@@ -226,7 +226,7 @@ def test_a_connection_that_breaks_off_leaves_nothing(owner: Person, server: int,
     wait_until(lambda: nothing_is_left(settings, engine), what="the upload to be cleaned away")
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_start_removes_what_a_killed_server_left(anonymous: TestClient, owner: Person, settings: Settings, engine: Engine):
     whole = owner.client.post("/api/v1/datasets", content=ROWS).json()["id"]
     cut = Dataset(owner_id=owner.user.id, name="cut", state=DatasetState.UPLOADING)

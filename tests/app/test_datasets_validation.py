@@ -6,7 +6,7 @@ import json
 
 import pytest
 from fixtures.rows import alpaca_rows, messages_rows, prompt_completion_rows
-from fixtures.service import BOTH_DATABASES, Person
+from fixtures.service import Person
 from sqlalchemy import Engine
 from starlette.testclient import TestClient
 
@@ -34,7 +34,7 @@ def checked(person: Person, settings: Settings, engine: Engine, content: bytes) 
     return person.client.get(f"/api/v1/datasets/{dataset_id}").json()
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize(
     ("rows", "found"), [(messages_rows(5), "messages"), (alpaca_rows(5), "alpaca"), (prompt_completion_rows(5), "prompt_completion")]
 )
@@ -46,7 +46,7 @@ def test_good_rows_make_a_ready_dataset(owner: Person, settings: Settings, engin
     assert [message["role"] for message in dataset["preview"]["rows"][0]["messages"]][-1] == "assistant"
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_bad_rows_are_listed_by_their_lines(owner: Person, settings: Settings, engine: Engine):
     good = messages_rows(3)
     rows = [good[0], "", "{not json", good[1], {"messages": []}, '{"messages": NaN}', good[2], '{"a": "<script>\\u202e"}']
@@ -58,6 +58,7 @@ def test_bad_rows_are_listed_by_their_lines(owner: Person, settings: Settings, e
     assert "{not json" in errors["items"][0]["excerpt"]
 
 
+@pytest.mark.database
 def test_row_errors_come_in_pages(owner: Person, settings: Settings, engine: Engine):
     dataset = checked(owner, settings, engine, jsonl([messages_rows(1)[0], *["{"] * 1500]))
     assert dataset["bad_row_count"] == 1500
@@ -91,6 +92,7 @@ def test_a_child_that_runs_out_of_memory_is_a_reason_too(owner: Person, settings
     assert "memory" in dataset["problem"]["message"]
 
 
+@pytest.mark.database
 def test_a_second_message_changes_nothing(owner: Person, settings: Settings, engine: Engine):
     dataset = checked(owner, settings, engine, jsonl(messages_rows(2)))
     rows_path(settings, dataset["id"]).write_bytes(b"[broken")
@@ -105,7 +107,7 @@ def test_a_long_row_is_shown_short(owner: Person, settings: Settings, engine: En
     assert len(dataset["preview"]["rows"][0]["messages"][0]["content"]) < 2100
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_members_see_their_own_and_administrators_all(
     owner: Person, mate: Person, admin: Person, anonymous: TestClient, settings: Settings, engine: Engine
 ):
@@ -123,6 +125,7 @@ def test_members_see_their_own_and_administrators_all(
     assert (listed(owner), listed(mate), listed(admin)) == ([mine], [theirs], [theirs, mine])
 
 
+@pytest.mark.database
 def test_lists_come_in_pages(owner: Person, engine: Engine):
     with write_transaction(engine) as session:
         datasets = [Dataset(owner_id=owner.user.id, name=f"d{number}", state="ready") for number in range(5)]
@@ -139,6 +142,7 @@ def test_lists_come_in_pages(owner: Person, engine: Engine):
     assert found == ids
 
 
+@pytest.mark.database
 def test_a_deleted_dataset_and_its_file_are_gone(owner: Person, settings: Settings):
     dataset_id = upload(owner, jsonl(messages_rows(1)))
     assert owner.client.delete(f"/api/v1/datasets/{dataset_id}").status_code == 204

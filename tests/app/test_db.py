@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fixtures.service import BOTH_DATABASES
 from fixtures.things import ready_model
 from pysqlite3 import dbapi2
 from sqlalchemy import Engine, select, text
@@ -36,8 +35,7 @@ def test_a_write_transaction_takes_the_lock_at_once_and_readers_go_on(engine: En
         assert session.scalar(text("SELECT 1")) == 1
 
 
-@pytest.mark.postgres
-@pytest.mark.parametrize("database", ["postgres"], indirect=True)
+@pytest.mark.database(only="postgres")
 class TestPostgresql:
     def test_every_connection_has_its_time_limits_also_after_a_rollback(self, engine: Engine):
         wanted = {
@@ -71,7 +69,7 @@ class TestPostgresql:
         impatient.dispose()
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_what_fails_in_a_write_transaction_leaves_nothing(engine: Engine, settings: Settings):
     model = ready_model(settings, engine)
     with pytest.raises(RuntimeError, match="half way"), write_transaction(engine) as session:

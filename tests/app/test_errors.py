@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 from fastapi import APIRouter, FastAPI
-from fixtures.service import BASE_URL, BOTH_DATABASES, Person
+from fixtures.service import BASE_URL, Person
 from fixtures.things import ready_model
 from fixtures.web_server import serving
 from sqlalchemy import Engine
@@ -86,6 +86,7 @@ def test_hostile_json_is_refused_and_never_a_crash(owner: Person, body: bytes, s
     assert reply.json()["status"] == status
 
 
+@pytest.mark.database
 def test_a_lone_surrogate_is_refused_and_can_be_shown(owner: Person):
     body = b'{"name": "a\\ud800", "base_model_id": "\\ud800", "dataset_id": "d", "training": {"seed": "\\ud800"}}'
     reply = owner.client.post("/api/v1/runs", content=body, headers={"Content-Type": "application/json"})
@@ -95,7 +96,7 @@ def test_a_lone_surrogate_is_refused_and_can_be_shown(owner: Person):
     assert owner.client.post("/api/v1/plans", content=body, headers={"Content-Type": "application/json"}).status_code in (404, 422)
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize("identifier", ["x\x00y", "\u0000", "%00", "..%2F..", "'; DROP TABLE runs; --", "é", "a" * 5000])
 def test_hostile_identifiers_are_not_found(owner: Person, identifier: str):
     for kind in ("runs", "datasets", "base-models"):
@@ -103,7 +104,7 @@ def test_hostile_identifiers_are_not_found(owner: Person, identifier: str):
         assert reply.status_code in (404, 422), (kind, reply.status_code)
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_hostile_identifiers_in_a_body_and_in_a_query_are_refused(owner: Person, settings: Settings, engine: Engine):
     model = ready_model(settings, engine)
     for body in ({"base_model_id": "a\x00b"}, {"base_model_id": model.id, "dataset_id": "a\x00b"}, {"base_model_id": "\ud800"}):
@@ -112,7 +113,7 @@ def test_hostile_identifiers_in_a_body_and_in_a_query_are_refused(owner: Person,
     assert owner.client.get("/api/v1/runs", params={"after": "a\x00b"}).status_code in (200, 422)
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize("name", ["a\x00b", "\x00"])
 def test_a_hostile_user_name_is_nobody(anonymous: TestClient, admin: Person, name: str):
     reply = anonymous.post("/api/v1/login", json={"user_name": name, "password": "x"}, headers={"Origin": BASE_URL})

@@ -12,7 +12,6 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from fixtures.runs import make_run
-from fixtures.service import BOTH_DATABASES
 from sqlalchemy import inspect, select, text
 from sqlalchemy.exc import OperationalError
 
@@ -22,7 +21,7 @@ from lohan_app.runs import curves
 from lohan_app.settings import Settings
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_migrations_make_what_the_entities_say(settings: Settings):
     engine = create_db_engine(settings)
     with engine.connect() as connection:
@@ -35,7 +34,7 @@ def test_migrations_make_what_the_entities_say(settings: Settings):
     engine.dispose()
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_migrations_can_be_undone_and_done_again(settings: Settings):
     command.downgrade(alembic_config(settings), "base")
     engine = create_db_engine(settings)
@@ -46,7 +45,7 @@ def test_migrations_can_be_undone_and_done_again(settings: Settings):
     engine.dispose()
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_processes_that_migrate_at_once_take_turns(settings: Settings):
     command.downgrade(alembic_config(settings), "base")
     environment = {"LOHAN_DATA_DIR": str(settings.data_dir), "PATH": ""}
@@ -64,7 +63,7 @@ def test_processes_that_migrate_at_once_take_turns(settings: Settings):
     engine.dispose()
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_steps_of_before_the_summary_are_summarised(settings: Settings):
     engine = create_db_engine(settings)
     runs = [make_run(settings, engine), make_run(settings, engine)]
@@ -94,8 +93,7 @@ def test_steps_of_before_the_summary_are_summarised(settings: Settings):
     engine.dispose()
 
 
-@pytest.mark.postgres
-@pytest.mark.parametrize("database", ["postgres"], indirect=True)
+@pytest.mark.database(only="postgres")
 def test_a_migration_gives_up_on_a_table_that_is_held(settings: Settings):
     engine = create_db_engine(settings)
     try:

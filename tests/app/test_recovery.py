@@ -204,14 +204,14 @@ def test_killed_lohan_up_takes_its_children_along_and_leaves_the_run(appliance: 
     appliance.check_whole_curve(run_id, attempt=1)
 
 
-@pytest.mark.postgres
-@pytest.mark.redis
-def test_on_postgresql_and_redis_and_a_clean_stop(tmp_path_factory: pytest.TempPathFactory, postgres_url: str, redis_url: str) -> None:
+@pytest.mark.database(only="postgres")
+@pytest.mark.broker
+def test_on_postgresql_and_redis_and_a_clean_stop(tmp_path_factory: pytest.TempPathFactory, postgres_url: str, broker_url: str) -> None:
     folder = tmp_path_factory.mktemp("servers")
     (folder / "models").mkdir()
     settings = Settings(
         data_dir=folder / "data", model_dirs=(folder / "models",), devices=("cpu:0",), port=free_port(),
-        database_url=postgres_url, broker_url=redis_url,
+        database_url=postgres_url, broker_url=broker_url,
     )  # fmt: skip
     appliance = Appliance(settings)
     with no_process_left(folder):

@@ -8,7 +8,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fixtures.service import BOTH_DATABASES, Person
+from fixtures.service import Person
 from fixtures.things import TINY, ready_dataset, ready_model, run_body
 from sqlalchemy import Engine, func, select, update
 from starlette.testclient import TestClient
@@ -74,7 +74,7 @@ def test_a_plan_counts_what_our_own_runs_hold_as_free(owner: Person, model, data
 
 
 # ---------------------------------------------------------------- submission
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_submission_queues_a_run_with_its_plan(owner: Person, model, dataset, engine: Engine):
     reply = submit(owner, run_body(model, dataset))
     assert reply.status_code == 201, reply.text
@@ -186,7 +186,7 @@ def test_another_members_dataset_looks_like_none(mate: Person, model, dataset, e
 
 
 # ---------------------------------------------------------------- idempotency
-@BOTH_DATABASES
+@pytest.mark.database
 def test_fifty_equal_submissions_at_once_make_one_run(owner: Person, model, dataset, engine: Engine):
     body = run_body(model, dataset)
     with ThreadPoolExecutor(16) as pool:
@@ -197,7 +197,7 @@ def test_fifty_equal_submissions_at_once_make_one_run(owner: Person, model, data
     assert run_count(engine) == 1
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_key_belongs_to_one_request_of_one_user(owner: Person, mate: Person, model, dataset, settings: Settings, engine: Engine):
     first = submit(owner, run_body(model, dataset), **{"Idempotency-Key": "k"})
     other_body = submit(owner, run_body(model, dataset, name="another"), **{"Idempotency-Key": "k"})
@@ -209,6 +209,7 @@ def test_a_key_belongs_to_one_request_of_one_user(owner: Person, mate: Person, m
     assert submit(mate, run_body(model, theirs), **{"Idempotency-Key": "k"}).json()["id"] != first.json()["id"]
 
 
+@pytest.mark.database
 def test_a_refused_submission_keeps_its_key_free(owner: Person, model, dataset, engine: Engine):
     key = {"Idempotency-Key": "k"}
     assert submit(owner, run_body(model, dataset, engine={"host_memory_bytes": 1}), **key).status_code == 409
@@ -218,6 +219,7 @@ def test_a_refused_submission_keeps_its_key_free(owner: Person, model, dataset, 
     assert len(stored.body_hash) == len(hashlib.sha256().hexdigest())
 
 
+@pytest.mark.database
 def test_a_replay_still_answers_when_the_dataset_is_gone(owner: Person, model, dataset, engine: Engine):
     key = {"Idempotency-Key": "k"}
     first = submit(owner, run_body(model, dataset), **key).json()
@@ -233,7 +235,7 @@ def test_a_malformed_key_is_refused(owner: Person, model, dataset, key: str):
 
 
 # ---------------------------------------------------------------- cancelling
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_queued_run_is_cancelled_at_once(owner: Person, model, dataset, engine: Engine):
     run_id = submit(owner, run_body(model, dataset)).json()["id"]
     reply = owner.client.post(f"/api/v1/runs/{run_id}/cancel")
@@ -246,6 +248,7 @@ def test_a_queued_run_is_cancelled_at_once(owner: Person, model, dataset, engine
         assert len(session.scalars(select(AuditEntry).where(AuditEntry.action == "run.cancel")).all()) == 1
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("state", [RunState.STARTING, RunState.RUNNING, RunState.CANCELLING])
 def test_a_run_at_work_is_left_to_its_supervisor(owner: Person, model, dataset, engine: Engine, state: RunState):
     run_id = submit(owner, run_body(model, dataset)).json()["id"]
@@ -255,6 +258,7 @@ def test_a_run_at_work_is_left_to_its_supervisor(owner: Person, model, dataset, 
         assert (reply.status_code, reply.json()["state"], reply.json()["wanted"]) == (200, state, Wanted.CANCEL)
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("state", [RunState.SUCCEEDED, RunState.FAILED])
 def test_a_run_that_has_ended_is_not_cancelled(owner: Person, model, dataset, engine: Engine, state: RunState):
     run_id = submit(owner, run_body(model, dataset)).json()["id"]
@@ -265,7 +269,7 @@ def test_a_run_that_has_ended_is_not_cancelled(owner: Person, model, dataset, en
 
 
 # ---------------------------------------------------------------- what runs hold on to
-@BOTH_DATABASES
+@pytest.mark.database
 def test_what_an_unfinished_run_needs_cannot_be_deleted(owner: Person, admin: Person, model, dataset):
     run_id = submit(owner, run_body(model, dataset)).json()["id"]
     for person, path in ((owner, f"/api/v1/datasets/{dataset.id}"), (admin, f"/api/v1/base-models/{model.id}")):
@@ -280,7 +284,7 @@ def test_what_an_unfinished_run_needs_cannot_be_deleted(owner: Person, admin: Pe
 
 
 # ---------------------------------------------------------------- whose eyes
-@BOTH_DATABASES
+@pytest.mark.database
 def test_members_see_their_own_and_administrators_all(
     owner: Person, mate: Person, admin: Person, anonymous: TestClient, model, dataset, settings: Settings, engine: Engine
 ):
@@ -298,6 +302,7 @@ def test_members_see_their_own_and_administrators_all(
     assert listed == [[mine], [theirs], [theirs, mine]]
 
 
+@pytest.mark.database
 def test_lists_are_filtered_by_state(owner: Person, model, dataset):
     first, second = (submit(owner, run_body(model, dataset)).json()["id"] for _ in range(2))
     owner.client.post(f"/api/v1/runs/{first}/cancel")

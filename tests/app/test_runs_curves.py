@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from benchmarks.service import counted, fill_run
 from fixtures.runs import make_run, read_metrics
-from fixtures.service import BOTH_DATABASES, Person
+from fixtures.service import Person
 from sqlalchemy import Engine, select
 
 from lohan.events import Event, EventType
@@ -118,7 +118,7 @@ def assert_equal(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
             assert abs(total - wanted_total) <= bound
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_range_and_width_equals_a_reading_of_all_steps(engine: Engine, run_id: str, seed: int):
     random_run(engine, run_id, seed, steps=700)
@@ -132,7 +132,7 @@ def test_every_range_and_width_equals_a_reading_of_all_steps(engine: Engine, run
                     assert_equal([dict(row._mapping) for row in found], reference(rows, metric, first, last, width))
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_the_summary_holds_what_the_steps_say_whatever_came_in_which_order(engine: Engine, run_id: str):
     random_run(engine, run_id, 3, steps=400)
     # What an undone step says comes late, and the same stretch twice.
@@ -158,7 +158,7 @@ def test_a_range_lies_in_no_more_buckets_than_asked_for(limit: int):
     assert bucket_steps(0, 0, limit) == 1
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_two_million_values_open_in_few_queries_points_and_bytes(app, engine: Engine, owner: Person, run_id: str):
     fill_run(engine, run_id, STEPS)
     with counted(app.state.context.engine) as page_statements:
@@ -198,6 +198,7 @@ def test_two_million_values_open_in_few_queries_points_and_bytes(app, engine: En
     assert [point["step"] for point in whole["data"]] == list(range(5001, 7001)) and not whole["down_sampled"]
 
 
+@pytest.mark.database
 def test_missing_steps_are_told_and_a_live_run_sends_only_what_is_new(engine: Engine, owner: Person, run_id: str):
     record(engine, run_id, [step_event(step, 1, step, 1.0) for step in range(1, 1001) if not 300 < step <= 305])
     curve = owner.client.get(f"/api/v1/runs/{run_id}/curves", params={"metric": "loss"}).json()["curves"]["loss"]
@@ -209,6 +210,7 @@ def test_missing_steps_are_told_and_a_live_run_sends_only_what_is_new(engine: En
     assert [point["step"] for point in news["data"]] == [1001]
 
 
+@pytest.mark.database
 def test_a_run_without_steps_and_a_strangers_run(engine: Engine, owner: Person, run_id: str, mate: Person):
     reply = owner.client.get(f"/api/v1/runs/{run_id}/curves").json()
     assert (reply["total"], reply["last_event_id"]) == (0, None)

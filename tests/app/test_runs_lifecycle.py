@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fixtures.service import BOTH_DATABASES, Person
+from fixtures.service import Person
 from fixtures.things import ready_dataset, ready_model, run_body
 from sqlalchemy import Engine, func, select, update
 from starlette.testclient import TestClient
@@ -62,7 +62,7 @@ def run_count(engine: Engine) -> int:
 
 
 # ---------------------------------------------------------------- pause and resume
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_queued_run_is_paused_and_queued_again(owner: Person, engine: Engine, run_id: str) -> None:
     paused = ask(owner, run_id, "pause").json()
     assert (paused["state"], paused["wanted"], paused["pause_cause"]) == ("paused", "pause", "request")
@@ -76,6 +76,7 @@ def test_a_queued_run_is_paused_and_queued_again(owner: Person, engine: Engine, 
     assert actions == ["run.submit", "run.pause", "run.resume"], "asking again is no action"
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("request_name", ["pause", "stop", "cancel"])
 def test_a_run_at_work_is_asked_and_left_to_its_supervisor(owner: Person, engine: Engine, run_id: str, request_name: str) -> None:
     set_run(engine, run_id, state=RunState.RUNNING, step=2, attempt=1)
@@ -84,6 +85,7 @@ def test_a_run_at_work_is_asked_and_left_to_its_supervisor(owner: Person, engine
         assert (run["state"], run["wanted"]) == ("running", request_name)
 
 
+@pytest.mark.database
 def test_a_pause_can_be_taken_back_and_a_cancellation_cannot(owner: Person, engine: Engine, run_id: str) -> None:
     set_run(engine, run_id, state=RunState.PAUSING, wanted=Wanted.PAUSE, step=2)
     assert ask(owner, run_id, "resume").json()["wanted"] == "run"
@@ -95,6 +97,7 @@ def test_a_pause_can_be_taken_back_and_a_cancellation_cannot(owner: Person, engi
         assert reply.json()["remedy"] == "Allowed now: force-stop, clone."
 
 
+@pytest.mark.database
 def test_a_run_paused_by_a_full_drive_can_be_kept_paused(owner: Person, engine: Engine, run_id: str) -> None:
     set_run(engine, run_id, state=RunState.PAUSED, pause_cause=PauseCause.DISK_FULL, state_reason="The drive is full.", step=2)
     run = ask(owner, run_id, "pause").json()
@@ -102,6 +105,7 @@ def test_a_run_paused_by_a_full_drive_can_be_kept_paused(owner: Person, engine: 
 
 
 # ---------------------------------------------------------------- stop and force-stop
+@pytest.mark.database
 def test_nothing_is_kept_of_a_run_that_has_nothing(owner: Person, engine: Engine, run_id: str) -> None:
     set_run(engine, run_id, state=RunState.RUNNING)
     reply = ask(owner, run_id, "stop")
@@ -114,13 +118,14 @@ def test_nothing_is_kept_of_a_run_that_has_nothing(owner: Person, engine: Engine
     assert stored(engine, run_id).wanted is Wanted.RUN
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_paused_run_is_stopped_by_way_of_the_queue(owner: Person, engine: Engine, run_id: str) -> None:
     set_run(engine, run_id, state=RunState.PAUSED, wanted=Wanted.PAUSE, pause_cause=PauseCause.REQUEST, step=5)
     run = ask(owner, run_id, "stop").json()
     assert (run["state"], run["wanted"]) == ("queued", "stop")
 
 
+@pytest.mark.database
 @pytest.mark.parametrize(("wanted", "then"), [("run", "pause"), ("pause", "pause"), ("stop", "pause"), ("cancel", "cancel")])
 def test_a_kill_names_the_attempt_at_work(owner: Person, engine: Engine, run_id: str, wanted: str, then: str) -> None:
     set_run(engine, run_id, state=RunState.RUNNING, attempt=3, wanted=Wanted(wanted))
@@ -130,7 +135,7 @@ def test_a_kill_names_the_attempt_at_work(owner: Person, engine: Engine, run_id:
 
 
 # ---------------------------------------------------------------- retry
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize("state", [RunState.FAILED, RunState.CANCELLED])
 def test_a_retry_is_a_new_run_of_the_same_owner(owner: Person, admin: Person, engine: Engine, run_id: str, state: RunState) -> None:
     set_run(engine, run_id, state=state, finished_at=now(), step=2, attempt=3)
@@ -151,7 +156,7 @@ def test_a_retry_is_a_new_run_of_the_same_owner(owner: Person, admin: Person, en
     assert ask(owner, run_id, "retry").status_code == 201
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_retry_that_is_sent_fifty_times_is_one(owner: Person, engine: Engine, run_id: str) -> None:
     set_run(engine, run_id, state=RunState.FAILED)
     with ThreadPoolExecutor(10) as pool:
@@ -161,6 +166,7 @@ def test_a_retry_that_is_sent_fifty_times_is_one(owner: Person, engine: Engine, 
     assert run_count(engine) == 2
 
 
+@pytest.mark.database
 def test_a_retry_needs_its_model_and_its_rows(owner: Person, admin: Person, engine: Engine, run_id: str, dataset: Dataset) -> None:
     set_run(engine, run_id, state=RunState.FAILED)
     assert owner.client.delete(f"/api/v1/datasets/{dataset.id}").status_code == 204
@@ -170,7 +176,7 @@ def test_a_retry_needs_its_model_and_its_rows(owner: Person, admin: Person, engi
 
 
 # ---------------------------------------------------------------- clone and submit
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_clone_is_a_draft_until_it_is_submitted(owner: Person, engine: Engine, run_id: str) -> None:
     reply = ask(owner, run_id, "clone")
     assert reply.status_code == 201
@@ -184,6 +190,7 @@ def test_a_clone_is_a_draft_until_it_is_submitted(owner: Person, engine: Engine,
     assert stored(engine, run_id).state is RunState.QUEUED
 
 
+@pytest.mark.database
 def test_a_draft_that_does_not_fit_any_more_stays_a_draft(owner: Person, engine: Engine, run_id: str) -> None:
     draft = ask(owner, run_id, "clone").json()["id"]
     engine_settings = stored(engine, draft).settings["engine"] | {"host_memory_bytes": 1}
@@ -193,6 +200,7 @@ def test_a_draft_that_does_not_fit_any_more_stays_a_draft(owner: Person, engine:
     assert stored(engine, draft).state is RunState.DRAFT
 
 
+@pytest.mark.database
 def test_a_clone_belongs_to_whoever_made_it_and_has_a_name_that_fits(admin: Person, engine: Engine, run_id: str) -> None:
     set_run(engine, run_id, name="x" * 255)
     made = ask(admin, run_id, "clone").json()
@@ -200,7 +208,7 @@ def test_a_clone_belongs_to_whoever_made_it_and_has_a_name_that_fits(admin: Pers
 
 
 # ---------------------------------------------------------------- delete
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize("state", [RunState.SUCCEEDED, RunState.FAILED, RunState.CANCELLED, RunState.DRAFT])
 def test_a_deleted_run_is_gone_for_everybody_and_its_folder_is_in_the_trash(
     owner: Person, admin: Person, engine: Engine, settings: Settings, run_id: str, state: RunState
@@ -225,6 +233,7 @@ def test_a_deleted_run_is_gone_for_everybody_and_its_folder_is_in_the_trash(
     assert run.state is (RunState.CANCELLED if state is RunState.DRAFT else state)
 
 
+@pytest.mark.database
 def test_a_run_that_has_not_ended_is_not_deleted(owner: Person, engine: Engine, run_id: str) -> None:
     for state in (RunState.QUEUED, RunState.STARTING, RunState.RUNNING, RunState.PAUSING, RunState.PAUSED, RunState.CANCELLING):
         set_run(engine, run_id, state=state, step=1)
@@ -234,6 +243,7 @@ def test_a_run_that_has_not_ended_is_not_deleted(owner: Person, engine: Engine, 
         assert reply.json()["remedy"].startswith("Allowed now: ")
 
 
+@pytest.mark.database
 def test_a_run_whose_folder_somebody_works_in_is_not_deleted(owner: Person, engine: Engine, settings: Settings, run_id: str) -> None:
     set_run(engine, run_id, state=RunState.FAILED)
     settings.run_folder(run_id).mkdir(parents=True, exist_ok=True)
@@ -244,6 +254,7 @@ def test_a_run_whose_folder_somebody_works_in_is_not_deleted(owner: Person, engi
     assert owner.client.delete(f"/api/v1/runs/{run_id}").status_code == 204
 
 
+@pytest.mark.database
 def test_a_deleted_draft_holds_nothing_back(owner: Person, run_id: str, dataset: Dataset) -> None:
     draft = ask(owner, run_id, "clone").json()["id"]
     ask(owner, run_id, "cancel")
@@ -253,7 +264,7 @@ def test_a_deleted_draft_holds_nothing_back(owner: Person, run_id: str, dataset:
 
 
 # ---------------------------------------------------------------- once, and by whom
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_request_with_a_key_is_acted_on_once(owner: Person, engine: Engine, run_id: str) -> None:
     key = {"Idempotency-Key": "pause-1"}
     first = ask(owner, run_id, "pause", **key)
@@ -266,6 +277,7 @@ def test_a_request_with_a_key_is_acted_on_once(owner: Person, engine: Engine, ru
     assert ask(owner, run_id, "pause", **{"Idempotency-Key": " "}).status_code == 422
 
 
+@pytest.mark.database
 def test_requests_that_come_at_once_leave_one_of_their_answers(owner: Person, engine: Engine, run_id: str) -> None:
     requests = ["pause", "resume", "cancel", "clone"] * 10
     with ThreadPoolExecutor(8) as pool:
@@ -275,6 +287,7 @@ def test_requests_that_come_at_once_leave_one_of_their_answers(owner: Person, en
     assert run_count(engine) == 11
 
 
+@pytest.mark.database
 def test_strangers_runs_and_keys_without_the_scope(
     anonymous: TestClient, admin: Person, owner: Person, mate: Person, engine: Engine, run_id: str
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from fixtures.service import BOTH_DATABASES, Person
+from fixtures.service import Person
 from fixtures.things import ready_dataset, ready_model
 from sqlalchemy import Engine, insert
 
@@ -53,7 +53,7 @@ def test_a_run_without_steps_has_an_empty_curve(owner: Person, run: Run):
     assert metrics(owner, run) == {"data": [], "total": 0, "down_sampled": False, "last_event_id": None}
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_short_curve_is_given_whole(owner: Person, run: Run, engine: Engine):
     losses = {step: (None if step == 7 else 1 / step) for step in range(1, POINTS_LIMIT + 1)}
     store_losses(engine, run, losses)
@@ -64,7 +64,7 @@ def test_a_short_curve_is_given_whole(owner: Person, run: Run, engine: Engine):
     assert metrics(owner, run, after_step=POINTS_LIMIT)["data"] == []
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_long_curve_keeps_spikes_dips_gaps_and_its_ends(owner: Person, run: Run, engine: Engine):
     numbers = random.Random(0)  # noqa: S311 - a curve, not a secret
     losses: dict[int, float | None] = {step: 2.0 + numbers.random() for step in range(1, 30_001)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fixtures.service import BOTH_DATABASES, Person
+from fixtures.service import Person
 from fixtures.things import ready_dataset, ready_model
 from fixtures.tiny_model import make_tiny_tokenizer
 from safetensors.numpy import load_file
@@ -38,7 +38,7 @@ def stored(engine: Engine, run_id: str) -> Run:
     return run
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_rows_become_tokens_and_the_run_can_start(owner: Person, settings: Settings, engine: Engine):
     run_id = queued(engine, owner, ready_model(settings, engine), ready_dataset(settings, engine, owner, rows=5))
     prepare_run(settings, engine, run_id)
@@ -93,6 +93,7 @@ def test_a_chat_template_that_never_ends_fails_the_run_with_the_reason(owner: Pe
 WAITING_FOR_NOTHING = [{"state": RunState.CANCELLED}, {"wanted": Wanted.CANCEL}, {"state": RunState.RUNNING}]
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("values", WAITING_FOR_NOTHING, ids=["cancelled", "to be cancelled", "running"])
 def test_a_run_that_does_not_wait_is_left_alone(owner: Person, settings: Settings, engine: Engine, values: dict):
     run_id = queued(engine, owner, ready_model(settings, engine), ready_dataset(settings, engine, owner), **values)
@@ -101,6 +102,7 @@ def test_a_run_that_does_not_wait_is_left_alone(owner: Person, settings: Setting
     assert not (settings.run_folder(run_id) / "tokens.safetensors").exists()
 
 
+@pytest.mark.database
 def test_a_second_message_changes_nothing(owner: Person, settings: Settings, engine: Engine):
     run_id = queued(engine, owner, ready_model(settings, engine), ready_dataset(settings, engine, owner))
     prepare_run(settings, engine, run_id)
@@ -120,7 +122,7 @@ def refusing(message: str, between: Callable[[], None] = lambda: None) -> Callab
     return run_limited
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_full_drive_pauses_a_run_that_is_being_prepared(owner: Person, settings: Settings, engine: Engine, monkeypatch):
     run_id = queued(engine, owner, ready_model(settings, engine), ready_dataset(settings, engine, owner))
     monkeypatch.setattr(prepare, "run_limited", refusing("ended with exit code 1: OSError: [Errno 28] No space left on device"))
@@ -130,6 +132,7 @@ def test_a_full_drive_pauses_a_run_that_is_being_prepared(owner: Person, setting
     assert run.start_after is not None
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("state", [RunState.STARTING, RunState.RUNNING, RunState.SUCCEEDED, RunState.CANCELLED, RunState.QUEUED])
 def test_a_task_that_fails_late_leaves_the_run_alone(owner: Person, settings: Settings, engine: Engine, monkeypatch, state: RunState):
     """Its message had come twice: the other task has prepared the run, which may have gone on since."""
@@ -147,6 +150,7 @@ def test_a_task_that_fails_late_leaves_the_run_alone(owner: Person, settings: Se
     assert (run.state, run.problem) == (state, None)
 
 
+@pytest.mark.database
 def test_a_run_that_is_paused_while_it_is_prepared_keeps_the_work(owner: Person, settings: Settings, engine: Engine, monkeypatch):
     run_id = queued(engine, owner, ready_model(settings, engine), ready_dataset(settings, engine, owner))
     whole = prepare.run_limited

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from fixtures.service import BOTH_DATABASES, Person
+from fixtures.service import Person
 from fixtures.things import ready_dataset, ready_model
 from fixtures.waiting import wait_until
 from fixtures.web_server import serving
@@ -120,7 +120,7 @@ def set_run(engine: Engine, run: Run, **values: Any) -> None:
         session.execute(update(Run).where(Run.id == run.id).values(**values))
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_events_come_in_order_as_they_are_recorded(open_stream, engine: Engine, run: Run):
     stream = open_stream(run.id)
     assert stream.reply.status == 200
@@ -141,7 +141,7 @@ def test_events_come_in_order_as_they_are_recorded(open_stream, engine: Engine, 
     assert after[-1].data["phase_progress"] == 0.5
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize("how", ["header", "query"])
 def test_a_stream_resumes_behind_the_last_event_it_saw(open_stream, engine: Engine, run: Run, how: str):
     record(engine, run, STARTED, *[step(number) for number in range(1, 8)])
@@ -153,6 +153,7 @@ def test_a_stream_resumes_behind_the_last_event_it_saw(open_stream, engine: Engi
     assert [message.id for message in stream.until(kind="step") if message.kind == "step"] == ["1:9"]
 
 
+@pytest.mark.database
 def test_a_long_absence_is_caught_up_whole(open_stream, engine: Engine, run: Run, monkeypatch):
     monkeypatch.setattr(stream, "EVENTS_PER_LOOK", 7)
     record(engine, run, STARTED, *[step(number) for number in range(1, 51)])
@@ -160,6 +161,7 @@ def test_a_long_absence_is_caught_up_whole(open_stream, engine: Engine, run: Run
     assert [message.id for message in read] == [f"1:{seq}" for seq in range(1, 52)] + ["1:51"]
 
 
+@pytest.mark.database
 def test_without_an_id_a_stream_begins_now(open_stream, engine: Engine, run: Run):
     record(engine, run, STARTED, step(1), step(2))
     stream = open_stream(run.id)
@@ -168,6 +170,7 @@ def test_without_an_id_a_stream_begins_now(open_stream, engine: Engine, run: Run
     assert [message.data["step"] for message in stream.until(kind="step") if message.kind == "step"] == [3]
 
 
+@pytest.mark.database
 def test_a_new_attempt_follows_the_old(open_stream, engine: Engine, run: Run):
     record(engine, run, STARTED, step(1), step(2))
     stream = open_stream(run.id)
@@ -177,6 +180,7 @@ def test_a_new_attempt_follows_the_old(open_stream, engine: Engine, run: Run):
     assert [(message.kind, message.id) for message in read] == [("started", "2:1"), ("step", "2:2")]
 
 
+@pytest.mark.database
 @pytest.mark.parametrize("state", TERMINAL)
 def test_the_end_of_the_run_is_the_end_of_the_stream(open_stream, engine: Engine, run: Run, state: RunState):
     stream = open_stream(run.id)
@@ -203,6 +207,7 @@ def test_what_is_no_event_id_is_refused(open_stream, run: Run, text: str):
     assert (reply.status, json.load(reply)["place"]) == (422, "Last-Event-ID")
 
 
+@pytest.mark.database
 def test_one_poller_looks_for_all_streams_and_rests_without_any(app: FastAPI, open_stream, engine: Engine, run: Run):
     hub = app.state.context.events
     looks: list[int] = []
@@ -238,6 +243,7 @@ def test_a_silent_stream_is_kept_alive_and_ends_for_a_new_login(open_stream, run
     assert text.count("event: state") == 1
 
 
+@pytest.mark.database
 def test_a_reader_that_falls_behind_is_let_go_and_resumes(open_stream, engine: Engine, run: Run, monkeypatch):
     monkeypatch.setattr(stream, "QUEUE_LIMIT", 3)
     first = open_stream(run.id)
@@ -249,12 +255,8 @@ def test_a_reader_that_falls_behind_is_let_go_and_resumes(open_stream, engine: E
     assert ids == [f"1:{seq}" for seq in range(1, 12)]
 
 
-@pytest.mark.redis
+@pytest.mark.broker
 class TestAnnouncements:
-    @pytest.fixture
-    def settings(self, settings: Settings, redis_url: str) -> Settings:
-        return settings.model_copy(update={"broker_url": type(settings)(broker_url=redis_url).broker_url})
-
     def test_an_announcement_wakes_the_poller(self, open_stream, settings: Settings, engine: Engine, run: Run, monkeypatch):
         # So slow a pace that only the announcement can bring the news within the reader's time-out.
         monkeypatch.setattr(stream, "POLL_SECONDS", 1000.0)
@@ -267,6 +269,7 @@ class TestAnnouncements:
         assert one.until(kind="started")[-1].id == "1:1"
 
 
+@pytest.mark.database(only="sqlite")
 def test_queries_for_news_use_the_index(engine: Engine, run: Run):
     statements: list[str] = []
     event.listen(engine, "before_cursor_execute", lambda _c, _cur, statement, *_: statements.append(statement))

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 from fixtures.runs import make_run, read_events, read_metrics, read_run
-from fixtures.service import BOTH_DATABASES
 from sqlalchemy import Engine
 
 from lohan.events import Event
@@ -57,7 +56,7 @@ def test_moves_are_the_table_by_trigger() -> None:
     assert pairs == dict(TRANSITIONS)
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_fire_does_exactly_what_the_table_says(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine)
     for state, trigger in itertools.product(RunState, Trigger):
@@ -72,7 +71,7 @@ def test_fire_does_exactly_what_the_table_says(settings: Settings, engine: Engin
         assert read_run(engine, run_id).state is (expected or state)
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_lower_epoch_changes_nothing(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING)
     with write_transaction(engine) as session:
@@ -89,11 +88,13 @@ def test_a_lower_epoch_changes_nothing(settings: Settings, engine: Engine) -> No
         assert repository.fire(session, run_id, Trigger.SUCCEED, epoch=second) is RunState.SUCCEEDED
 
 
+@pytest.mark.database
 def test_raise_epoch_of_an_unknown_run(engine: Engine) -> None:
     with write_transaction(engine) as session:
         assert repository.raise_epoch(session, "run_unknown") is None
 
 
+@pytest.mark.database
 def test_an_ended_run_gives_its_reservation_back(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING, reserved_ram_bytes=7, reserved_ssd_bytes=9)
     with write_transaction(engine) as session:
@@ -104,7 +105,7 @@ def test_an_ended_run_gives_its_reservation_back(settings: Settings, engine: Eng
     assert run.state_reason == "why"
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_reading_a_stretch_again_changes_nothing(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING)
     events = [
@@ -127,7 +128,7 @@ def test_reading_a_stretch_again_changes_nothing(settings: Settings, engine: Eng
     assert [event.seq for event in read_events(engine, run_id)] == [1, 2, 3, 30]
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_the_latest_attempt_wins_and_its_start_forgets_the_curve_before(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING)
     record(engine, run_id, [started(), *(step(number) for number in range(1, 6))])
@@ -138,7 +139,7 @@ def test_the_latest_attempt_wins_and_its_start_forgets_the_curve_before(settings
     assert [(metric.step, metric.attempt, metric.loss) for metric in read_metrics(engine, run_id)] == [(1, 2, 2.5)]
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize("batch", [1, 2, 3, 100])
 def test_a_resumed_attempt_keeps_the_curve_up_to_its_step(settings: Settings, engine: Engine, batch: int) -> None:
     """However the events are divided into batches, and although the first attempt came further than its last record."""
@@ -162,7 +163,7 @@ def test_a_resumed_attempt_keeps_the_curve_up_to_its_step(settings: Settings, en
     assert (run.step, run.loss, run.resumed_step, run.first_loss) == (5, 2.5, 4, 4.5)
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_resumed_run_stands_at_its_step_until_it_does_the_next(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING)
     record(engine, run_id, [started(), *(step(number) for number in range(1, 7))])
@@ -175,7 +176,7 @@ def test_a_resumed_run_stands_at_its_step_until_it_does_the_next(settings: Setti
     assert read_metrics(engine, run_id) == []
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_events_that_do_not_fit_the_tables_are_counted(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING)
     odd = [
@@ -196,6 +197,7 @@ def test_events_that_do_not_fit_the_tables_are_counted(settings: Settings, engin
     assert "\0" not in run.phase
 
 
+@pytest.mark.database
 @pytest.mark.parametrize(
     ("resumed", "interrupted", "lost"),
     [
@@ -220,6 +222,7 @@ def test_attempts_are_lost_that_came_no_further(
         assert repository.lost_attempts(session, run_id, attempt=len(resumed)) == lost
 
 
+@pytest.mark.database
 def test_the_last_word_of_an_attempt_is_its_own(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING)
     exits = [Event(attempt, 5, 1.0, "exit", {"reason": reason}) for attempt, reason in ((1, "interrupted"), (2, "failed"))]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fixtures.runs import make_run, read_run
-from fixtures.service import BOTH_DATABASES, Person, page_text
+from fixtures.service import Person, page_text
 from sqlalchemy import Engine, update
 
 from lohan.hardware.probe import probe
@@ -69,7 +69,7 @@ def test_before_the_first_measurement_there_are_drives_and_no_holdings(owner: Pe
     assert "Not measured yet" in page_text(owner, "/storage")
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_members_see_their_own_and_administrators_all(
     owner: Person, mate: Person, admin: Person, settings: Settings, engine: Engine
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_drive_that_is_not_there_says_so(admin: Person, settings: Settings) ->
 
 
 # ---------------------------------------------------------------- freeing states
-@BOTH_DATABASES
+@pytest.mark.database
 @pytest.mark.parametrize("state", [RunState.FAILED, RunState.CANCELLED, RunState.SUCCEEDED])
 def test_states_of_an_ended_run_are_freed_when_asked(owner: Person, settings: Settings, engine: Engine, state: RunState) -> None:
     run_id, other = (with_states(settings, engine, owner, state) for _ in range(2))
@@ -111,6 +111,7 @@ def test_states_of_an_ended_run_are_freed_when_asked(owner: Person, settings: Se
     assert read_run(engine, run_id).state is state
 
 
+@pytest.mark.database
 def test_states_that_are_needed_are_not_freed(owner: Person, mate: Person, settings: Settings, engine: Engine, anonymous: Any) -> None:
     run_id = with_states(settings, engine, owner, RunState.PAUSED)
     address = f"/api/v1/runs/{run_id}/states"
@@ -139,7 +140,7 @@ def limited(app: FastAPI) -> FastAPI:
     return app
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_an_upload_beyond_the_quota_is_refused_and_leaves_nothing(
     limited: FastAPI, owner: Person, mate: Person, admin: Person, settings: Settings, engine: Engine
 ) -> None:
@@ -164,6 +165,7 @@ def test_an_upload_beyond_the_quota_is_refused_and_leaves_nothing(
     assert (usage["bytes"], usage["quota_bytes"]) == (len(half), MIB)
 
 
+@pytest.mark.database
 def test_a_retry_beyond_the_quota_is_refused_with_what_could_be_deleted(
     limited: FastAPI, owner: Person, settings: Settings, engine: Engine
 ) -> None:

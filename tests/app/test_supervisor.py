@@ -17,7 +17,6 @@ from fixtures.processes import commands_of, no_process_left
 from fixtures.relay import Relay
 from fixtures.runs import make_run, read_events, read_metrics, read_run, want
 from fixtures.scripted_supervisor import SUPERVISOR_COMMAND, TRAINER_COMMAND
-from fixtures.service import BOTH_DATABASES
 from fixtures.waiting import wait_until
 from pydantic import SecretStr
 from sqlalchemy import Engine
@@ -66,7 +65,7 @@ def wait_for_step(engine: Engine, run_id: str, step: int = 1) -> None:
     wait_until(lambda: read_run(engine, run_id).step >= step, what=f"step {step}")
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_run_from_its_start_to_its_end(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.STARTING, steps=5, reserved_ram_bytes=1000, plan={"tiers": [], "device": "cpu"})
     supervise(settings, run_id)
@@ -145,7 +144,7 @@ def test_an_ended_run_needs_no_supervisor(settings: Settings, engine: Engine) ->
     assert not RunFiles(settings.run_folder(run_id)).trainer_note.exists()
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_killed_supervisor_is_followed_by_one_that_adopts(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.STARTING, steps=40, script={"step_seconds": 0.05})
     first = start(settings, run_id)
@@ -342,6 +341,7 @@ def test_what_an_old_trainer_left_behind_is_ended_before_the_next(settings: Sett
     assert not commands_of(settings.data_dir, "scripted_trainer")
 
 
+@pytest.mark.database
 def test_a_run_taken_over_is_not_written_to(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.STARTING, steps=10_000)
     process = start(settings, run_id)
@@ -355,8 +355,7 @@ def test_a_run_taken_over_is_not_written_to(settings: Settings, engine: Engine) 
     assert "taken over" in RunFiles(settings.run_folder(run_id)).supervisor_log.read_text()
 
 
-@pytest.mark.postgres
-@pytest.mark.parametrize("database", ["postgres"], indirect=True)
+@pytest.mark.database(only="postgres")
 def test_the_run_goes_on_while_the_database_is_away(settings: Settings, engine: Engine) -> None:
     """A relay stands between the supervisor and PostgreSQL, and is cut; the trainer does not notice, and nothing is lost."""
     assert settings.database_url is not None

@@ -13,7 +13,6 @@ import pytest
 from fixtures.processes import commands_of, no_process_left
 from fixtures.runs import kill_wanted, make_run, read_events, read_run, want
 from fixtures.scripted_supervisor import SUPERVISOR_COMMAND, TRAINER_COMMAND
-from fixtures.service import BOTH_DATABASES
 from fixtures.waiting import wait_until
 from sqlalchemy import Engine
 
@@ -78,7 +77,7 @@ def last_reason(engine: Engine, run_id: str) -> str:
 
 
 # ---------------------------------------------------------------- pause
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_run_pauses_after_its_step_and_goes_on_as_the_next_attempt(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.STARTING, steps=10, script={"hold_at_step": {"1": 4}}, reserved_ram_bytes=7)
     process = start_and_wait_for_step(settings, engine, run_id, 4)
@@ -169,7 +168,7 @@ def test_a_run_that_is_done_before_a_stop_is_seen_was_not_stopped_early(settings
 
 
 # ---------------------------------------------------------------- force
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_trainer_that_does_not_react_is_killed_by_request(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.STARTING, steps=10_000, script={"ignore_signals": True})
     process = start_and_wait_for_step(settings, engine, run_id, 2)

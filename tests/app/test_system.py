@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from alembic import command
-from fastapi import FastAPI
-from fixtures.service import BOTH_DATABASES, Person
+from fixtures.service import Person
 from sqlalchemy import make_url
 from starlette.testclient import TestClient
 
@@ -19,7 +18,7 @@ def test_the_process_answers(anonymous: TestClient):
     assert anonymous.get("/healthz").json() == {"status": "ok"}
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_ready_once_the_database_is_migrated_whatever_the_broker_does(anonymous: TestClient):
     reply = anonymous.get("/readyz")
     state = reply.json()
@@ -27,7 +26,7 @@ def test_ready_once_the_database_is_migrated_whatever_the_broker_does(anonymous:
     assert "broker.sock" in state["broker"]
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_not_ready_before_the_migrations(anonymous: TestClient, settings: Settings):
     command.downgrade(alembic_config(settings), "base")
     reply = anonymous.get("/readyz")
@@ -37,7 +36,7 @@ def test_not_ready_before_the_migrations(anonymous: TestClient, settings: Settin
     assert anonymous.get("/api/v1/runs").status_code == 503
 
 
-@pytest.mark.postgres
+@pytest.mark.database(only="postgres")
 def test_the_process_lives_while_the_database_is_away(tmp_path, postgres_url: str):
     away = make_url(postgres_url).set(database="lohan_test_is_not_there").render_as_string(hide_password=False)
     with TestClient(create_app(Settings(data_dir=tmp_path, database_url=away)), base_url="http://localhost:8000") as client:
@@ -48,13 +47,12 @@ def test_the_process_lives_while_the_database_is_away(tmp_path, postgres_url: st
         assert client.get("/api/v1/runs").status_code == 503
 
 
-@pytest.mark.redis
-def test_a_broker_that_answers_is_ok(owner: Person, app: FastAPI, settings: Settings, redis_url: str):
-    app.state.context.settings = settings.model_copy(update={"broker_url": Settings(broker_url=redis_url).broker_url})
+@pytest.mark.broker
+def test_a_broker_that_answers_is_ok(owner: Person):
     assert owner.client.get("/readyz").json()["broker"] == "ok"
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_the_service_says_what_it_is_made_of(owner: Person, settings: Settings):
     found = owner.client.get("/api/v1/system").json()
     assert found["database"].startswith(("SQLite 3.", "PostgreSQL 1"))

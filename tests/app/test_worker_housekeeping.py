@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.broker import Queues, running_broker
+from fixtures.broker import Queues
 from fixtures.runs import make_run, read_run
-from fixtures.service import BOTH_DATABASES
 from sqlalchemy import Engine, update
 
 from lohan.units import GIB
@@ -47,12 +46,6 @@ def settings(settings: Settings) -> Settings:
 @pytest.fixture
 def housekeeper(settings: Settings, engine: Engine) -> Housekeeper:
     return Housekeeper(settings, engine)
-
-
-@pytest.fixture
-def queues(settings: Settings) -> Iterator[Queues]:
-    with running_broker(settings) as queues:
-        yield queues
 
 
 def set_run(engine: Engine, run_id: str, **values: Any) -> None:
@@ -132,7 +125,7 @@ def test_states_of_a_run_that_has_not_ended_never_expire(state: RunState) -> Non
 
 
 # ---------------------------------------------------------------- states
-@BOTH_DATABASES
+@pytest.mark.database
 def test_what_has_expired_goes_and_nothing_else_does(settings: Settings, engine: Engine, housekeeper: Housekeeper) -> None:
     gone = [
         ended(settings, engine, RunState.SUCCEEDED, 0 * DAY),
@@ -161,6 +154,7 @@ def test_what_has_expired_goes_and_nothing_else_does(settings: Settings, engine:
     assert all(settings.run_folder(run_id).exists() for run_id in gone[:4]), "only states have expired"
 
 
+@pytest.mark.database
 def test_a_removal_that_was_cut_off_is_gone_on_with(
     settings: Settings, engine: Engine, housekeeper: Housekeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +180,7 @@ def test_a_removal_that_was_cut_off_is_gone_on_with(
     assert with_states(settings) == set()
 
 
+@pytest.mark.database
 def test_links_are_neither_followed_nor_removed(settings: Settings, engine: Engine, housekeeper: Housekeeper, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -201,6 +196,7 @@ def test_links_are_neither_followed_nor_removed(settings: Settings, engine: Engi
     assert not any(path.exists() for path in state_directories(settings, with_link))
 
 
+@pytest.mark.database
 def test_states_that_a_trainer_still_holds_stay(settings: Settings, engine: Engine, housekeeper: Housekeeper) -> None:
     run_id = ended(settings, engine, RunState.CANCELLED, 30 * DAY)
     with holding(RunFiles(settings.run_folder(run_id)).trainer_lock):
@@ -209,6 +205,7 @@ def test_states_that_a_trainer_still_holds_stay(settings: Settings, engine: Engi
     assert [thing.id for thing in housekeeper.remove_due()] == [run_id]
 
 
+@pytest.mark.database
 def test_a_retry_that_comes_while_its_parent_expires_gets_the_states(
     settings: Settings, engine: Engine, housekeeper: Housekeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +219,7 @@ def test_a_retry_that_comes_while_its_parent_expires_gets_the_states(
 
 
 # ---------------------------------------------------------------- trash and uploads
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_deleted_run_keeps_result_and_notes_for_a_while_and_never_states(
     settings: Settings, engine: Engine, housekeeper: Housekeeper
 ) -> None:
@@ -242,6 +239,7 @@ def test_a_deleted_run_keeps_result_and_notes_for_a_while_and_never_states(
     assert not trash.exists()
 
 
+@pytest.mark.database
 @pytest.mark.parametrize(
     "columns",
     [
@@ -262,6 +260,7 @@ def test_the_trash_gives_way_to_a_run_that_waits_for_room(
     assert list((settings.data_dir / "trash").iterdir()) == [unknown]
 
 
+@pytest.mark.database
 def test_only_uploads_that_nobody_waits_for_go(settings: Settings, engine: Engine, housekeeper: Housekeeper) -> None:
     uploads = settings.data_dir / "uploads"
     make_run(settings, engine)  # an owner
@@ -280,6 +279,8 @@ def test_only_uploads_that_nobody_waits_for_go(settings: Settings, engine: Engin
 
 
 # ---------------------------------------------------------------- the reconciler
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_full_drive_and_expired_runs_let_the_queue_go_on(settings: Settings, engine: Engine, queues: Queues) -> None:
     """The drive's free space grows by what expired states took of it; nobody does anything."""
     expired = ended(settings, engine, RunState.FAILED, 7 * DAY - timedelta(hours=1))
@@ -306,6 +307,8 @@ def tick(settings: Settings, engine: Engine, queues: Queues) -> Iterator[Callabl
     reconciler.close()
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_deleted_parents_states_go_to_the_retry_that_waits(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
     parent = ended(settings, engine, RunState.FAILED, 0 * DAY, deleted_at=now())
     child = make_run(settings, engine, parent_id=parent, prepared_at=None)
@@ -315,6 +318,7 @@ def test_a_deleted_parents_states_go_to_the_retry_that_waits(settings: Settings,
 
 
 # ---------------------------------------------------------------- measuring
+@pytest.mark.database
 def test_everything_is_measured_once_a_minute_and_after_a_removal(
     settings: Settings, engine: Engine, housekeeper: Housekeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.broker import Queues, running_broker
+from fixtures.appliance import environment_of
+from fixtures.broker import Queues
 from fixtures.processes import no_process_left
 from fixtures.runs import make_run, read_run
 from fixtures.scripted_supervisor import SUPERVISOR_COMMAND
-from fixtures.service import BOTH_DATABASES
 from fixtures.waiting import wait_until
 from sqlalchemy import Engine
 
@@ -37,13 +37,6 @@ FREE = {"ram_total_bytes": 64 * GIB, "ram_free_bytes": 60 * GIB, "ssd_free_bytes
 MACHINE = Machine(("cpu:0", "cpu:1"), **FREE)
 GPUS = Machine(("GPU-a", "GPU-b"), **FREE)
 START_NOTHING = ("/bin/true",)
-
-
-@pytest.fixture
-def queues(settings: Settings) -> Iterator[Queues]:
-    """A broker without a worker: messages stay where they can be seen."""
-    with running_broker(settings) as queues:
-        yield queues
 
 
 @pytest.fixture
@@ -138,6 +131,7 @@ def test_space_that_another_run_is_about_to_fill_is_not_given_twice() -> None:
     assert isinstance(fit(Need("auto", 0, 41 * GIB), MACHINE, [active(reserved_ssd_bytes=60 * GIB, step=1)]), Reservation)
 
 
+@pytest.mark.database
 def test_the_need_comes_from_the_plan(settings: Settings, engine: Engine) -> None:
     run = read_run(engine, make_run(settings, engine, plan=plan(3 * GIB, 5 * GIB), device="cpu:1"))
     assert need_of(run) == Need("cpu:1", 3 * GIB, 5 * GIB)
@@ -147,6 +141,8 @@ def test_the_need_comes_from_the_plan(settings: Settings, engine: Engine) -> Non
     assert need_of(run, states_bytes=9 * GIB) == Need("cpu:1", 3 * GIB, 0)
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_run_that_fills_the_drive_with_its_own_states_starts_again(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues
 ) -> None:
@@ -169,7 +165,8 @@ def test_this_machine(settings: Settings) -> None:
 
 
 # ---------------------------------------------------------------- queue
-@BOTH_DATABASES
+@pytest.mark.broker
+@pytest.mark.database
 def test_the_oldest_run_that_fits_is_claimed_and_launched(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues
 ) -> None:
@@ -184,6 +181,8 @@ def test_the_oldest_run_that_fits_is_claimed_and_launched(
     assert waiting.state_reason.startswith("Waits for host memory: needs 70.00 GiB")
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_two_runs_on_one_device_never_start_together(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues
 ) -> None:
@@ -199,6 +198,8 @@ def test_two_runs_on_one_device_never_start_together(
     assert read_run(engine, runs[1]).state is RunState.STARTING
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_an_unprepared_run_waits(settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues) -> None:
     run_id = make_run(settings, engine, prepared_at=None)
     make().tick()
@@ -207,6 +208,8 @@ def test_an_unprepared_run_waits(settings: Settings, engine: Engine, make: Calla
     assert queues.take() == []
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_run_whose_folder_somebody_trains_in_waits(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues
 ) -> None:
@@ -221,6 +224,8 @@ def test_a_run_whose_folder_somebody_trains_in_waits(
     assert read_run(engine, run_id).state is RunState.STARTING
 
 
+@pytest.mark.broker
+@pytest.mark.database
 @pytest.mark.parametrize("state", [RunState.QUEUED, RunState.PAUSED, RunState.DRAFT])
 def test_waiting_runs_are_cancelled_here(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues, state: RunState
@@ -235,6 +240,8 @@ def test_waiting_runs_are_cancelled_here(
     assert not left.exists()
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_only_one_reconciler_acts(settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues) -> None:
     first, second = make(), make()
     first.tick()
@@ -247,6 +254,8 @@ def test_only_one_reconciler_acts(settings: Settings, engine: Engine, make: Call
 
 
 # ---------------------------------------------------------------- supervisors
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_lost_supervisor_is_sent_for_once_and_then_started_directly(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues, tmp_path: Path
 ) -> None:
@@ -269,6 +278,8 @@ def test_a_lost_supervisor_is_sent_for_once_and_then_started_directly(
         assert mark.read_text().split() == [run_id]
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_supervisor_that_never_stays_up_is_said_on_the_run(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues
 ) -> None:
@@ -283,12 +294,13 @@ def test_a_supervisor_that_never_stays_up_is_said_on_the_run(
     assert str(RunFiles(settings.run_folder(run_id)).supervisor_log) in run.state_reason
 
 
+@pytest.mark.database
 def test_without_a_broker_runs_start_all_the_same(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nothing listens on the broker's socket: the message is refused at once, and the supervisor is started directly."""
-    for name, value in (("DATA_DIR", settings.data_dir), ("MODEL_DIRS", settings.model_dirs[0]), ("DEVICES", "cpu:0")):
-        monkeypatch.setenv(f"LOHAN_{name}", str(value))
+    for name, value in environment_of(settings).items():
+        monkeypatch.setenv(name, value)
     with no_process_left(tmp_path):
         run_id = make_run(settings, engine, steps=2)
         reconciler = make(supervisor_command=SUPERVISOR_COMMAND)
@@ -297,6 +309,8 @@ def test_without_a_broker_runs_start_all_the_same(
         wait_until(lambda: not is_held(RunFiles(settings.run_folder(run_id)).supervisor_lock), what="the supervisor's end")
 
 
+@pytest.mark.broker
+@pytest.mark.database
 @pytest.mark.parametrize("goes_on", [START_AGAIN, RESUME])
 def test_why_the_last_attempt_ended_stays_readable_while_the_next_one_runs(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues, goes_on: str
@@ -310,6 +324,8 @@ def test_why_the_last_attempt_ended_stays_readable_while_the_next_one_runs(
 
 
 # ---------------------------------------------------------------- tasks
+@pytest.mark.broker
+@pytest.mark.database
 def test_undone_tasks_are_sent_again(settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues) -> None:
     young = make_run(settings, engine, prepared_at=None)
     old = make_run(settings, engine, prepared_at=None, created_at=now() - timedelta(minutes=2))

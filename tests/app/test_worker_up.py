@@ -128,6 +128,7 @@ def test_the_lock_of_a_dead_lohan_up_is_free(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- broker
+@pytest.mark.broker
 @pytest.mark.parametrize("name", ["data", "with space % and ? and #", "größe 模型", "d" * 120])
 def test_the_broker_is_reached_whatever_the_folder_is_called(tmp_path: Path, name: str) -> None:
     settings = Settings(data_dir=tmp_path / name)
@@ -152,6 +153,7 @@ def test_the_broker_is_reached_whatever_the_folder_is_called(tmp_path: Path, nam
     }
 
 
+@pytest.mark.broker
 def test_messages_survive_a_killed_broker(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path / "data")
     with running_broker(settings):
@@ -182,6 +184,7 @@ def test_a_server_on_path_is_taken_where_the_wheel_is_not(tmp_path: Path, monkey
     assert find_broker_binary() == server
 
 
+@pytest.mark.broker
 def test_a_message_for_a_dead_broker_is_no_error(tmp_path: Path) -> None:
     for url in (None, "redis://127.0.0.1:1/0"):
         settings = Settings(data_dir=tmp_path / "data", broker_url=url)
@@ -189,6 +192,7 @@ def test_a_message_for_a_dead_broker_is_no_error(tmp_path: Path) -> None:
         wake(settings)
 
 
+@pytest.mark.broker
 def test_a_message_for_a_silent_broker_is_given_up(tmp_path: Path) -> None:
     """It accepts the connection and never answers, as a stopped process does."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -8,9 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from fixtures.broker import Queues, running_broker
+from fixtures.broker import Queues
 from fixtures.runs import make_run, read_run, want
-from fixtures.service import BOTH_DATABASES
 from sqlalchemy import Engine, update
 
 from lohan.units import GIB, MIB
@@ -36,13 +35,6 @@ def machine() -> dict[str, Machine]:
 
 
 @pytest.fixture
-def queues(settings: Settings) -> Iterator[Queues]:
-    """A broker without a worker: messages stay where they can be seen."""
-    with running_broker(settings) as queues:
-        yield queues
-
-
-@pytest.fixture
 def tick(settings: Settings, engine: Engine, machine: dict[str, Machine], queues: Queues) -> Iterator[Callable[[], None]]:
     reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=lambda _: machine["now"])
     yield reconciler.tick
@@ -60,7 +52,8 @@ def paused_by_full_drive(settings: Settings, engine: Engine, **columns: Any) -> 
 
 
 # ---------------------------------------------------------------- wishes
-@BOTH_DATABASES
+@pytest.mark.broker
+@pytest.mark.database
 @pytest.mark.parametrize(
     ("state", "wanted", "cause", "expected"),
     [
@@ -92,7 +85,7 @@ def test_what_is_wanted_of_a_waiting_run_happens(
     assert (run.state, run.wanted) == (expected, wanted)
 
 
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_wish_that_has_changed_since_it_was_read_is_not_carried_out(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, wanted=Wanted.PAUSE)
     read = read_run(engine, run_id)
@@ -102,6 +95,8 @@ def test_a_wish_that_has_changed_since_it_was_read_is_not_carried_out(settings: 
     assert read_run(engine, run_id).state is RunState.QUEUED
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_the_queue_goes_on_after_a_failed_run(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
     first, second = (make_run(settings, engine, device="cpu:0") for _ in range(2))
     tick()
@@ -113,6 +108,8 @@ def test_the_queue_goes_on_after_a_failed_run(settings: Settings, engine: Engine
 
 
 # ---------------------------------------------------------------- full drives
+@pytest.mark.broker
+@pytest.mark.database
 @pytest.mark.parametrize(
     ("shortage", "words"),
     [
@@ -136,6 +133,8 @@ def test_a_run_that_a_full_drive_has_paused_goes_on_when_space_returns(
     assert (run.state, run.pause_cause, run.devices) == (RunState.STARTING, None, ["cpu:0"])
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_space_that_other_runs_were_promised_is_not_room(
     settings: Settings, engine: Engine, tick: Callable[[], None], machine: dict[str, Machine]
 ) -> None:
@@ -148,6 +147,8 @@ def test_space_that_other_runs_were_promised_is_not_room(
     assert read_run(engine, run_id).state is RunState.STARTING
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_its_own_states_are_counted_once(settings: Settings, engine: Engine, tick: Callable[[], None], machine: dict[str, Machine]) -> None:
     run_id = paused_by_full_drive(settings, engine, plan=PLAN | {"tiers": [{"tier": "ssd", "items": [{"bytes": 2 * MIB}]}]})
     machine["now"] = replace(ROOMY, ssd_free_bytes=2 * HEADROOM_BYTES)
@@ -160,6 +161,8 @@ def test_its_own_states_are_counted_once(settings: Settings, engine: Engine, tic
     assert read_run(engine, run_id).state is RunState.STARTING
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_quota_is_not_tried_again_at_once_and_a_person_may_keep_it_paused(
     settings: Settings, engine: Engine, tick: Callable[[], None]
 ) -> None:
@@ -173,7 +176,8 @@ def test_a_quota_is_not_tried_again_at_once_and_a_person_may_keep_it_paused(
 
 
 # ---------------------------------------------------------------- pauses for breath
-@BOTH_DATABASES
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_run_takes_breath_and_lets_others_pass(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
     tired = make_run(settings, engine, device="cpu:0", start_after=now() + timedelta(minutes=1), state_reason="Killed (attempt 2 of 3).")
     other = make_run(settings, engine, device="cpu:0")
@@ -182,6 +186,8 @@ def test_a_run_takes_breath_and_lets_others_pass(settings: Settings, engine: Eng
     assert read_run(engine, tired).state_reason == "Killed (attempt 2 of 3)."
 
 
+@pytest.mark.broker
+@pytest.mark.database
 @pytest.mark.parametrize("off", [-timedelta(seconds=1), LONGEST_WAIT + timedelta(days=1)])
 def test_a_moment_that_has_passed_or_that_a_clock_set_back_has_moved_away_holds_nobody(
     settings: Settings, engine: Engine, tick: Callable[[], None], off: timedelta
@@ -204,6 +210,8 @@ def settings(settings: Settings) -> Settings:
     return settings.model_copy(update={"state_dirs": (settings.data_dir / "drive-0", settings.data_dir / "drive-1")})
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_retry_begins_with_what_its_parent_has_recorded(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
     parent = make_run(settings, engine, state=RunState.FAILED)
     leave_states(settings, parent, "recorded")
@@ -218,6 +226,8 @@ def test_a_retry_begins_with_what_its_parent_has_recorded(settings: Settings, en
     assert read_run(engine, child).state is RunState.STARTING
 
 
+@pytest.mark.broker
+@pytest.mark.database
 def test_a_run_that_has_begun_keeps_its_own_states(settings: Settings, engine: Engine, tick: Callable[[], None]) -> None:
     parent = make_run(settings, engine, state=RunState.FAILED)
     child = make_run(settings, engine, parent_id=parent, attempt=1)
