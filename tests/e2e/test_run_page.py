@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
 from fixtures.waiting import wait_until
 from playwright.sync_api import Page, expect
@@ -84,6 +87,83 @@ def test_a_resumed_run_keeps_its_curve_up_to_its_step(site: Site, visitor: Visit
     expect(page.locator("#curve-text")).to_contain_text("Step 12:")
     points = page.evaluate(f"""fetch("/api/v1/runs/{run.id}/metrics").then((reply) => reply.json())""")["data"]
     assert [(point["step"], point["attempt"]) for point in points] == [(step, 1 if step < 8 else 2) for step in range(1, 13)]
+
+
+# Lets a test ask what is drawn: from the next time on, whatever draws itself can be found.
+FIND_CURVE = """{
+  const draw = LossCurve.prototype.draw;
+  LossCurve.prototype.draw = function () { window.lossCurve = this; return draw.call(this); };
+  undefined;
+}"""
+
+
+def drag(page: Page, first: float, last: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Drag over the curve between two shares of its width, with something happening while the button is held."""
+    box = page.locator("#curve .u-over").bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + first * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + (first + last) / 2 * box["width"], middle, steps=3)
+    meanwhile()
+    page.mouse.move(box["x"] + last * box["width"], middle, steps=3)
+    page.mouse.up()
+    page.mouse.move(0, 0)  # what lies under it would be told
+
+
+def shown_range(page: Page) -> list[int]:
+    text = page.locator("#curve-range").inner_text()
+    return [int(number.replace(",", "")) for number in re.findall(r"[0-9,]*[0-9]", text)]
+
+
+def test_a_stretch_of_the_curve_is_shown_step_by_step_and_stays_while_the_run_goes_on(
+    site: Site, visitor: Visitor, open_page: Opener
+) -> None:
+    run = arrange.add_run(site, visitor)
+    trainer = arrange.Trainer(site, run, total_steps=4000)
+    trainer.event(EventType.STARTED, device="cpu", total_steps=4000)
+    trainer.steps(1, 3000)
+    page = open_page(site, f"/runs/{run.id}", visitor)
+    expect(page.locator("#curve-text")).to_contain_text("Step 3,000:")
+    expect(page.locator("#curve-range")).to_be_empty()
+    page.evaluate(FIND_CURVE)
+
+    # Steps that come while somebody drags neither end the drag nor move what was dragged over.
+    drag(
+        page,
+        0.5,
+        0.6,
+        meanwhile=lambda: [trainer.steps(3001, 3002), expect(page.locator("[data-live=step]")).to_have_text("3,002 of 4,000")],
+    )
+    expect(page.locator("#curve-range")).to_contain_text("every step")
+    first, last = shown_range(page)
+    assert 1450 < first < 1550 < 1750 < last < 1850
+    # Every one of them has arrived, and nothing else is drawn.
+    drawn = page.evaluate("lossCurve.shown.steps")
+    assert drawn == list(range(first, last + 1))
+    view = page.evaluate("[lossCurve.plot.scales.x.min, lossCurve.plot.scales.x.max]")
+    assert view == [first, last]
+    trainer.steps(3003, 3010)
+    expect(page.locator("[data-live=step]")).to_have_text("3,010 of 4,000")
+    assert page.evaluate("[lossCurve.plot.scales.x.min, lossCurve.plot.scales.x.max]") == view
+    assert page.evaluate("lossCurve.shown.steps") == drawn
+
+    # By the keyboard: later, closer, and back to all of it, with what came meanwhile.
+    for name in ("Later", "Zoom in"):
+        before = shown_range(page)
+        page.get_by_role("button", name=name).press("Enter")
+        wait_until(lambda before=before: shown_range(page) != before, what=name)
+    narrow_first, narrow_last = shown_range(page)
+    assert first < narrow_first < narrow_last
+    assert narrow_last - narrow_first < last - first
+    page.get_by_role("button", name="Whole run").press("Enter")
+    expect(page.locator("#curve-range")).to_be_empty()
+    expect(page.locator("#curve-text")).to_contain_text("Step 3,010:")
+    drag(page, 0.2, 0.4)
+    expect(page.locator("#curve-range")).to_contain_text("every step")
+    page.locator("#curve .u-over").dblclick()
+    expect(page.locator("#curve-range")).to_be_empty()
+    wait_until(lambda: page.evaluate("lossCurve.plot.scales.x.max") == 3010, what="the whole run")
 
 
 def test_one_stream_is_open_and_none_while_the_tab_is_hidden(site: Site, visitor: Visitor, open_page: Opener) -> None:

@@ -11,6 +11,7 @@
     document.getElementById("curve-text"),
     document.getElementById("curve-gap"),
   );
+  const zoom = new CurveZoom(curve, document.getElementById("curve-zoom"), document.getElementById("curve-range"), `${api}/metrics`);
   const LONGEST_WAIT_SECONDS = 30;
   // Of a burst of events only the last needs a new summary.
   const REFRESH_MILLISECONDS = 500;
@@ -83,6 +84,7 @@
     if (number <= attempt) return;
     attempt = number;
     curve.keepUntil(resumedStep);
+    if (!curve.zoom) zoom.showWhole();
   }
 
   function onStep(event) {
