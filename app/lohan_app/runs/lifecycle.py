@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Session
 
 from lohan.config import Durability, Precision
@@ -32,7 +32,7 @@ from lohan_app.runs.states import Trigger
 from lohan_app.storage.quota import planned_bytes
 from lohan_app.storage.retention import KEEP_STATES_DAYS, durability_of
 from lohan_app.worker.celery import send, wake
-from lohan_app.worker.run_files import move_to_trash, states_bytes
+from lohan_app.worker.run_files import move_deleted_to_trash, states_bytes
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ def _add(session: Session, identity: Identity, source: Run, state: RunState, **c
 
 # ---------------------------------------------------------------- deletion
 def delete(context: AppContext, identity: Identity, run_id: str) -> None:
-    """Delete a run that has ended, or a draft: its files go, and nobody sees it any more.
+    """Delete a run that has ended, or a draft: its files go into the trash, and nobody sees it until it is restored (`storage.service`).
 
     Raises:
         NotFound: see `ask`.
@@ -280,7 +280,8 @@ def delete(context: AppContext, identity: Identity, run_id: str) -> None:
         repository.mark_deleted(session, run_id, now())
         add_audit_entry(session, user_id=identity.user_id, action="run.delete", subject=run_id, address=identity.address)
     try:
-        move_to_trash(context.settings, run_id)
-    except OSError:
+        with write_transaction(context.engine) as session:
+            move_deleted_to_trash(session, context.settings, run_id)
+    except (OSError, DBAPIError):
         log.exception("%s: its folder stays until the worker's next start", run_id)
     wake(context.settings)

@@ -19,12 +19,15 @@ from lohan_app.context import AppContext, Context
 from lohan_app.datasets import service as datasets
 from lohan_app.datasets.schemas import DatasetView
 from lohan_app.entities import BaseModelState, DatasetState, RunState
+from lohan_app.entities.base import now
 from lohan_app.errors import problem_of_error
 from lohan_app.forms import FormError
 from lohan_app.paging import MAXIMUM_LIMIT, After
 from lohan_app.runs import forecasts, lifecycle, presentation, requests, run_form, service
 from lohan_app.runs.schemas import RunDetail
 from lohan_app.runs.states import ACTIVE_STATES
+from lohan_app.storage import service as storage
+from lohan_app.storage.retention import rules_of, trash_expiry
 from lohan_app.templating import render
 
 router = APIRouter(dependencies=[Depends(require_session)])
@@ -148,6 +151,8 @@ def _form_fields(context: AppContext, identity: Identity, values: dict[str, Any]
         "datasets": [(dataset.id, dataset.name) for dataset in usable],
         "devices": _devices(context),
         "precision_reason": _suggested_precision(context)[1],
+        "kept_states": presentation.kept_for(context.settings.keep_states_days),
+        "kept_failed_states": presentation.kept_for(context.settings.keep_failed_states_days),
         "values": values,
         "faults": defaultdict(str, faults),
         "problem": error,
@@ -220,7 +225,9 @@ def _summary(context: AppContext, identity: Identity, run_id: str) -> dict[str, 
     run = service.get_run(context, identity, run_id)
     latest = service.metrics(context, identity, run_id, after_step=max(0, run.step - 1)).data
     speed = latest[-1].tokens_per_second if latest else None
-    return presentation.summary_fields(run, tokens_per_second=speed, may_write=identity.may(Scope.RUNS)) | {"new_key": _new_key}
+    fields = presentation.summary_fields(run, tokens_per_second=speed, may_write=identity.may(Scope.RUNS)) | {"new_key": _new_key}
+    expiry = storage.states_expiry_of(context, identity, run_id) if fields["is_terminal"] else None
+    return fields | presentation.retention_fields(run, expiry)
 
 
 def _events(context: AppContext, identity: Identity, run_id: str) -> list[dict[str, Any]]:
@@ -240,6 +247,8 @@ def _run_page(request: Request, context: AppContext, identity: Identity, run_id:
         "events": _events(context, identity, run_id),
         "plan": run.plan,
         "settings": presentation.describe_settings(run.settings),
+        "trash_expiry": trash_expiry(now(), rules_of(context.settings)),
+        "trash_days": presentation.kept_for(context.settings.trash_days),
         "problem": problem,
     }
     return render(request, "runs/detail.html", fields, viewer=identity, status_code=problem_of_error(problem).status if problem else 200)

@@ -14,6 +14,7 @@ from lohan_app.entities.base import now
 from lohan_app.runs.requests import Request
 from lohan_app.runs.schemas import RunDetail, RunView
 from lohan_app.runs.states import ACTIVE_STATES
+from lohan_app.storage.retention import KEEP_STATES_DAYS, Expiry
 from lohan_app.templating import MISSING, format_integer, format_number, format_rate, from_unix
 
 PHASE_NAMES = {
@@ -81,6 +82,7 @@ SETTING_NAMES = {
     "host_memory_bytes": "RAM at most",
     "ram_state_bytes": "States in RAM",
     "chunk_parameters": "Parameters in a chunk",
+    KEEP_STATES_DAYS: "Days its states are kept",
 }
 
 
@@ -93,7 +95,6 @@ def summary_fields(run: RunDetail, *, tokens_per_second: float | None, may_write
         "actions": _actions(run) if may_write else [],
         "pause_loses_all": run.state in ACTIVE_STATES and _durability(run) is Durability.NONE,
         "failure_title": _failure_title(run),
-        "retry_text": _retry_text(run),
         "pause_title": PAUSE_TITLES.get(run.pause_cause or PauseCause.REQUEST, "Paused"),
         "resume_text": _resume_text(run),
         "is_silent": _is_silent(run),
@@ -125,13 +126,31 @@ def _failure_title(run: RunView) -> str:
     return f"This run failed: {words}" if words else "This run failed"
 
 
-def _retry_text(run: RunDetail) -> str:
-    if _durability(run) is Durability.NONE or not run.step:
-        return "Retry queues it once more, from the base model; Clone makes a draft whose settings you can change."
-    return (
-        "Retry queues it once more and goes on from its last recorded step; Clone makes a draft whose settings you can change."
-        " What it has recorded takes space until the run is retried or deleted."
-    )
+def retention_fields(run: RunDetail, expiry: Expiry | None) -> dict[str, Any]:
+    """How long an ended run's states stay, and so what a retry begins with. `expiry`: of the states that it has on the drives."""
+    goes_on = expiry is not None and _durability(run) is not Durability.NONE and run.step > 0
+    begins = "and goes on from its last recorded step" if goes_on else "from the base model"
+    clone = "Clone makes a draft whose settings you can change."
+    return {
+        "states_expiry": expiry,
+        "states_left": _in_words(expiry.at - now()) if expiry is not None else "",
+        "retry_text": f"Retry queues it once more{'' if goes_on else ','} {begins}; {clone}",
+    }
+
+
+def kept_for(days: float) -> str:
+    """A setting's days in words."""
+    return "not at all" if days == 0 else "for 1 day" if days == 1 else f"for {days:g} days"
+
+
+def _in_words(left: timedelta) -> str:
+    """How long until something is removed; the worker looks every few seconds, so that what is due goes at once."""
+    days, hours = left // timedelta(days=1), left // timedelta(hours=1)
+    if left <= timedelta(0):
+        return "now"
+    if days >= 2:
+        return f"in {days} days"
+    return f"in {hours} hours" if hours >= 2 else "within two hours"
 
 
 def _resume_text(run: RunDetail) -> str:
@@ -252,6 +271,7 @@ def describe_settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
     """The settings a run was queued with, those that were left open not among them."""
     training, engine = settings.get("training", {}), settings.get("engine", {})
     values = {**engine, **training, "schedule": training.get("schedule"), "updates": engine.get("schedule")}
+    values[KEEP_STATES_DAYS] = settings.get(KEEP_STATES_DAYS)
     return [(label, _setting(name, values[name])) for name, label in SETTING_NAMES.items() if values.get(name) is not None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from lohan.config import EngineSection, Precision, TrainingSection
 from lohan.units import GIB
 from lohan_app.forms import FormError, read_form, without_blanks
 from lohan_app.runs.schemas import PlanRequest, RunDetail, RunRequest
+from lohan_app.storage.retention import KEEP_STATES_DAYS
 from lohan_app.templating import format_rate
 
 TRAINING_FIELDS = (
@@ -29,10 +31,11 @@ TRAINING_FIELDS = (
 ENGINE_FIELDS = ("device", "micro_batch_size", "durability", "snapshot_minutes")
 # Form field -> field of the engine's section. People think in GiB, the engine in bytes.
 GIB_FIELDS = {"gpu_memory_gib": "gpu_memory_bytes", "host_memory_gib": "host_memory_bytes"}
+WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
 MORE_FIELDS = frozenset(
     {
         *("schedule", "warmup_steps", "weight_decay", "clip", "max_gradient_norm", "evaluation_rows", "seed"),
-        *("micro_batch_size", "device", "durability", "snapshot_minutes", *GIB_FIELDS),
+        *("micro_batch_size", "device", "durability", "snapshot_minutes", KEEP_STATES_DAYS, *GIB_FIELDS),
     }
 )
 """Fields that lie under "More settings"."""
@@ -65,6 +68,7 @@ def default_values(precision: Precision = Precision.BF16) -> dict[str, Any]:
         "snapshot_minutes": format_rate(engine.snapshot_minutes),
         "gpu_memory_gib": "",
         "host_memory_gib": "",
+        KEEP_STATES_DAYS: "",
     }
 
 
@@ -75,6 +79,7 @@ def values_of(run: RunDetail) -> dict[str, Any]:
     values["skip_bad_rows"] = run.skip_bad_rows
     for section, names in ((training, TRAINING_FIELDS), (engine, ENGINE_FIELDS)):
         values |= {name: _as_typed(section[name]) for name in names if section.get(name) is not None}
+    values[KEEP_STATES_DAYS] = run.settings.get(KEEP_STATES_DAYS, "")
     for name, source in GIB_FIELDS.items():
         if engine.get(source) is not None:
             values[name] = f"{engine[source] / GIB:g}"
@@ -121,4 +126,10 @@ def read_run_request(form: Mapping[str, str], *, fallback_name: str) -> RunReque
         "name": form.get("name", "").strip() or fallback_name,
         "skip_bad_rows": form.get("skip_bad_rows") == "true",
     }
-    return read_form(RunRequest, wanted | _sections(form))
+    return read_form(RunRequest, wanted | _sections(form) | _kept_days(form))
+
+
+def _kept_days(form: Mapping[str, str]) -> dict[str, Any]:
+    """A whole number as such, since the request takes no other; anything else as it was sent, to be refused with the field's name."""
+    text = form.get(KEEP_STATES_DAYS, "").strip()
+    return {KEEP_STATES_DAYS: int(text) if WHOLE_NUMBER.fullmatch(text) else text} if text else {}

@@ -14,9 +14,30 @@ from sqlalchemy.orm import Session
 from lohan_app.entities import TERMINAL_STATES, Dataset, Run
 from lohan_app.settings import Settings
 from lohan_app.storage import repository
-from lohan_app.storage.report import Held, Kind, StorageReport
+from lohan_app.storage.report import RUN_ID, Held, Kind, StorageReport, named
 from lohan_app.storage.retention import Rules, rules_of, states_expiry, trash_expiry
-from lohan_app.storage.schemas import Drive, Holding
+from lohan_app.storage.schemas import Drive, Holding, TrashedRun
+
+
+def trashed(session: Session, settings: Settings, report: StorageReport | None, owner_id: str | None) -> list[TrashedRun]:
+    """Deleted runs whose folders are in the trash, of one owner or of all: one look at the trash, no walk."""
+    ids = {run_id for run_id, _ in named(settings.data_dir / "trash", RUN_ID)}
+    sizes = {item.id: item.bytes for item in (report.items if report is not None else ()) if item.kind is Kind.TRASH}
+    rules = rules_of(settings)
+    return [
+        TrashedRun(
+            id=run.id,
+            name=run.name,
+            owner_id=run.owner_id,
+            owner_name=owner_name,
+            state=str(run.state),
+            deleted_at=run.deleted_at,
+            emptied_at=trash_expiry(run.deleted_at, rules).at,
+            bytes=sizes.get(run.id),
+        )
+        for run, owner_name in repository.deleted_runs(session, ids, owner_id)
+        if run.deleted_at is not None
+    ]
 
 
 @dataclass(frozen=True, slots=True)

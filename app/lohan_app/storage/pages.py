@@ -54,12 +54,27 @@ def storage_holdings(request: Request, identity: PageUser, context: Context) -> 
     return render(request, "storage/_holdings.html", _fields(context, identity), viewer=identity)
 
 
+def _refused(request: Request, identity: Identity, context: AppContext, error: LohanError) -> HTMLResponse:
+    """The page, with the reason at its top."""
+    status = problem_of_error(error).status
+    return render(request, "storage/index.html", _fields(context, identity, error), viewer=identity, status_code=status)
+
+
 @router.post("/storage/runs/{run_id}/free")
 def free_states(request: Request, identity: PageUser, context: Context, run_id: str) -> Response:
     """Free an ended run's states; where that is refused, the page says why."""
     try:
         service.free_states(context, identity, run_id)
     except LohanError as error:
-        status = problem_of_error(error).status
-        return render(request, "storage/index.html", _fields(context, identity, error), viewer=identity, status_code=status)
+        return _refused(request, identity, context, error)
     return RedirectResponse("/storage", 303)
+
+
+@router.post("/storage/runs/{run_id}/restore")
+def restore(request: Request, identity: PageUser, context: Context, run_id: str) -> Response:
+    """Take a deleted run out of the trash and show it; where that is refused, the page says why."""
+    try:
+        service.restore(context, identity, run_id)
+    except LohanError as error:
+        return _refused(request, identity, context, error)
+    return RedirectResponse(f"/runs/{run_id}", 303)

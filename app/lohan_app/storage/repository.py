@@ -56,6 +56,15 @@ def deletions(session: Session, ids: Collection[str]) -> dict[str, datetime]:
     return found
 
 
+def deleted_runs(session: Session, ids: Collection[str], owner_id: str | None) -> list[tuple[Run, str]]:
+    """Those of the runs that are deleted, deleted last first, without their plans, with their owners' names; of all owners for None."""
+    query = select(Run, User.name).join(User, User.id == Run.owner_id).options(defer(Run.plan)).where(Run.deleted_at.is_not(None))
+    if owner_id is not None:
+        query = query.where(Run.owner_id == owner_id)
+    found = [(row[0], row[1]) for chunk in _chunks(ids) for row in session.execute(query.where(Run.id.in_(chunk)))]
+    return sorted(found, key=lambda pair: (pair[0].deleted_at or pair[0].created_at, pair[0].id), reverse=True)
+
+
 def unfinished_uploads(session: Session) -> set[str]:
     return set(session.scalars(select(Dataset.id).where(Dataset.state == DatasetState.UPLOADING)))
 

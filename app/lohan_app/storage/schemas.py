@@ -58,6 +58,22 @@ class UserUsage(BaseModel):
     """Null: no limit."""
 
 
+class TrashedRun(BaseModel):
+    """A deleted run whose result, log and curve can still be had back: `POST /runs/ID/restore`."""
+
+    id: str
+    name: str
+    owner_id: str
+    owner_name: str
+    state: str
+    """In which it ended."""
+    deleted_at: datetime
+    emptied_at: datetime
+    """When it is removed for good; earlier where something else needs the room."""
+    bytes: int | None = None
+    """Null before the worker has measured it."""
+
+
 class StorageView(BaseModel):
     """Who holds what. Members see their own things, administrators all."""
 
@@ -65,4 +81,6 @@ class StorageView(BaseModel):
     """When `holdings` were measured; null before the worker has done so for the first time."""
     drives: list[Drive]
     holdings: list[Holding]
+    trash: list[TrashedRun]
+    """Deleted last first."""
     users: list[UserUsage]

@@ -1,4 +1,4 @@
-"""Storage: who holds what, and freeing an ended run's states before they expire."""
+"""Storage: who holds what, freeing an ended run's states before they expire, and having a deleted run back before the trash is emptied."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from lohan_app.auth.schemas import Identity
 from lohan_app.context import AppContext
 from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import TERMINAL_STATES
-from lohan_app.errors import Conflict
+from lohan_app.errors import Conflict, NotFound
 from lohan_app.runs.repository import lock_run
-from lohan_app.runs.service import check_at_rest, visible
+from lohan_app.runs.schemas import RunDetail
+from lohan_app.runs.service import check_at_rest, check_quota, get_run, visible
 from lohan_app.storage import quota, repository
-from lohan_app.storage.holdings import drives, holdings
-from lohan_app.storage.report import read_report
+from lohan_app.storage.holdings import drives, holdings, trashed
+from lohan_app.storage.report import occupied_bytes, read_report
+from lohan_app.storage.retention import Expiry, rules_of, states_expiry
 from lohan_app.storage.schemas import StorageView, UserUsage
 from lohan_app.worker.celery import wake
-from lohan_app.worker.run_files import put_aside_states
+from lohan_app.worker.run_files import put_aside_states, state_directories, take_from_trash
 
 
 def overview(context: AppContext, identity: Identity) -> StorageView:
@@ -34,12 +36,55 @@ def overview(context: AppContext, identity: Identity) -> StorageView:
             for user in users
         ]
         active = repository.active_runs(session)
+        trash = trashed(session, settings, report, None if identity.is_admin else identity.user_id)
     return StorageView(
         measured_at=report.measured_at if report is not None else None,
         drives=drives(settings, active),
         holdings=[item for item in found if identity.is_admin or item.owner_id == identity.user_id],
+        trash=trash,
         users=sorted(usages, key=lambda usage: (-usage.bytes, usage.user_name)),
     )
+
+
+def states_expiry_of(context: AppContext, identity: Identity, run_id: str) -> Expiry | None:
+    """When an ended run's states are removed by themselves, and why only then; None where it has none on the drives, or goes on.
+
+    Raises:
+        NotFound: there is no such run that this user may see.
+    """
+    with read_transaction(context.engine) as session:
+        run = visible(session, identity, run_id).run
+        if not any(folder.is_dir() for folder in state_directories(context.settings, run_id)):
+            return None
+        expiry = states_expiry(run, rules_of(context.settings))
+        if expiry is not None and repository.waiting_retries(session, [run_id]):
+            return Expiry(expiry.at, "a retry that waits begins with them")
+        return expiry
+
+
+def restore(context: AppContext, identity: Identity, run_id: str) -> RunDetail:
+    """Take a deleted run out of the trash, with its result, log and curve. Restored twice is restored once.
+
+    Its states are not in the trash: they were removed with the deletion.
+
+    Raises:
+        NotFound: there is no such run that this user may see.
+        Conflict: the trash has been emptied.
+        QuotaExceeded: its owner's quota has no room for it any more.
+    """
+    settings = context.settings
+    with write_transaction(context.engine) as session:
+        run = lock_run(session, run_id)
+        if run is None or not identity.may_see(run.owner_id):
+            raise NotFound("no such run", place=run_id, remedy="Look at the trash on the storage page.")
+        if run.deleted_at is not None:
+            need_bytes = occupied_bytes(settings.data_dir / "trash" / run_id)
+            check_quota(session, context, identity, run.owner_id, need_bytes)
+            if not take_from_trash(settings, run_id):
+                raise Conflict("the run's trash has been emptied: nothing is left of it", place=run_id, remedy="Start a new run.")
+            run.deleted_at = None
+            add_audit_entry(session, user_id=identity.user_id, action="run.restore", subject=run_id, address=identity.address)
+    return get_run(context, identity, run_id)
 
 
 def free_states(context: AppContext, identity: Identity, run_id: str) -> None:

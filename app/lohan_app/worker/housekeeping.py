@@ -29,7 +29,7 @@ from lohan_app.storage.retention import Rules, rules_of, states_expiry, trash_ex
 from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import is_held, write_atomically
 from lohan_app.worker.reservations import WAITS_FOR_SPACE
-from lohan_app.worker.run_files import move_to_trash, put_aside_states, remove_put_aside
+from lohan_app.worker.run_files import move_deleted_to_trash, put_aside_states, put_aside_trash, remove_put_aside
 from lohan_app.worker.waiting import HEADROOM_BYTES
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,8 @@ class Housekeeper:
     def _remove(self, thing: Due) -> bool:
         if thing.kind is Kind.STATES:
             return self._put_aside(thing.id)
+        if thing.kind is Kind.TRASH and RUN_ID.fullmatch(thing.id):
+            return self._put_trash_aside(thing.id)
         for path in thing.paths:
             remove_path(path)
         return True
@@ -145,6 +147,12 @@ class Housekeeper:
                 return False
             return put_aside_states(self._settings, run_id)
 
+    def _put_trash_aside(self, run_id: str) -> bool:
+        """Asked again under the row's lock: a run that was restored meanwhile keeps what it has."""
+        with write_transaction(self._engine) as session:
+            run = lock_run(session, run_id)
+            return run is not None and run.deleted_at is not None and put_aside_trash(self._settings, run_id)
+
     def _is_still_due(self, session: Session, run: Run) -> bool:
         expiry = states_expiry(run, self._rules)
         return expiry is not None and expiry.is_due(now()) and not repository.waiting_retries(session, [run.id])
@@ -155,7 +163,8 @@ class Housekeeper:
         with read_transaction(self._engine) as session:
             deleted = repository.deletions(session, found)
         for run_id in deleted:
-            move_to_trash(self._settings, run_id)
+            with write_transaction(self._engine) as session:
+                move_deleted_to_trash(session, self._settings, run_id)
 
     # ------------------------------------------------------------ measuring
     def measure_when_old(self) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy.orm import Session
+
 from lohan.config import EngineSection, RamStates, RunConfig, parse_run_config
 from lohan.errors import ConfigError
 from lohan.hardware.probe import occupied_bytes, probe
@@ -17,6 +19,7 @@ from lohan.planning.tiers import Tier
 from lohan_app.entities import BaseModel, Run
 from lohan_app.entities.base import now
 from lohan_app.hardware.service import measured
+from lohan_app.runs.repository import lock_run
 from lohan_app.settings import Settings
 from lohan_app.storage.report import ASIDE, named
 from lohan_app.storage.retention import rules_of, states_expiry
@@ -40,14 +43,19 @@ def put_aside_states(settings: Settings, run_id: str) -> bool:
     found = False
     for folder in state_directories(settings, run_id):
         if folder.is_dir() and not folder.is_symlink():
-            folder.rename(folder.with_name(f".trash-{run_id}-{secrets.token_hex(4)}"))
+            folder.rename(_aside(folder))
             found = True
     return found
 
 
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}")
+
+
 def remove_put_aside(settings: Settings) -> bool:
-    """Remove what `put_aside_states` has renamed, also at an earlier time; whether there was anything."""
-    found = [path for folder in settings.state_folders for _, path in named(folder, ASIDE)]
+    """Remove what `put_aside_states` and `put_aside_trash` have renamed, also at an earlier time; whether there was anything."""
+    folders = (*settings.state_folders, settings.data_dir / "trash")
+    found = [path for folder in folders for _, path in named(folder, ASIDE)]
     for path in found:
         shutil.rmtree(path, ignore_errors=True)
     return bool(found)
@@ -82,6 +90,30 @@ def move_to_trash(settings: Settings, run_id: str) -> None:
     if folder.is_dir() and not trash.exists():
         folder.rename(trash)
     RunFiles(trash).tokens.unlink(missing_ok=True)
+
+
+def move_deleted_to_trash(session: Session, settings: Settings, run_id: str) -> None:
+    """`move_to_trash` under the row's lock: a run that was restored meanwhile keeps its folder."""
+    run = lock_run(session, run_id)
+    if run is not None and run.deleted_at is not None:
+        move_to_trash(settings, run_id)
+
+
+def take_from_trash(settings: Settings, run_id: str) -> bool:
+    """Put a restored run's folder back where it was; whether there is one now. A link is not ours, and stays."""
+    folder, trash = settings.run_folder(run_id), settings.data_dir / "trash" / run_id
+    if trash.is_dir() and not trash.is_symlink() and not folder.exists():
+        trash.rename(folder)
+    return folder.is_dir()
+
+
+def put_aside_trash(settings: Settings, run_id: str) -> bool:
+    """Rename a deleted run's folder in the trash to what the reconciler removes, and nothing restores; whether there was one."""
+    trash = settings.data_dir / "trash" / run_id
+    if not trash.is_dir() or trash.is_symlink():
+        return False
+    trash.rename(_aside(trash))
+    return True
 
 
 def states_bytes(settings: Settings, run_id: str) -> int:
