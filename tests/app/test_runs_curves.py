@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -124,12 +125,20 @@ def test_every_range_and_width_equals_a_reading_of_all_steps(engine: Engine, run
     random_run(engine, run_id, seed, steps=700)
     rows = read_metrics(engine, run_id)
     ranges = [(rows[0].step, rows[-1].step), (1, 700), (33, 64), (32, 95), (40, 50), (31, 500), (650, 2**31 - 1), (701, 900)]
+    metrics = (Metric.LOSS, Metric.GRADIENT_NORM, Metric.HOST_BYTES, Metric.DEVICE_PEAK_BYTES)
     with read_transaction(engine) as session:
-        for metric in (Metric.LOSS, Metric.GRADIENT_NORM, Metric.HOST_BYTES, Metric.DEVICE_PEAK_BYTES):
-            for first, last in ranges:
-                for width in (1, 7, SUMMARY_STEPS, 5 * SUMMARY_STEPS):
-                    found = curves.read(session, run_id, [metric], first_step=first, last_step=last, width=width)
-                    assert_equal([dict(row._mapping) for row in found], reference(rows, metric, first, last, width))
+        for (first, last), width in itertools.product(ranges, (1, 7, SUMMARY_STEPS, 5 * SUMMARY_STEPS)):
+            extent = {"first_step": first, "last_step": last, "width": width}
+            wanted = {metric: reference(rows, metric, first, last, width) for metric in metrics}
+            together = curves.read_envelopes(session, run_id, metrics, **extent)
+            for metric in metrics:
+                found = [dict(row._mapping) for row in curves.read(session, run_id, [metric], **extent)]
+                envelopes = [row._asdict() for row in together if row.metric == metric]
+                # The same, less the places: these are of the other reading.
+                assert_equal(
+                    [row | envelope for row, envelope in zip(found, envelopes, strict=True)], [dict(row) for row in wanted[metric]]
+                )
+                assert_equal(found, wanted[metric])
 
 
 @pytest.mark.database
@@ -178,7 +187,7 @@ def test_two_million_values_open_in_few_queries_points_and_bytes(app, engine: En
     loss = found["curves"]["loss"]
     assert sum(loss["gaps"]) == STEPS // 5003
     assert (min(loss["minimum"]), max(loss["maximum"])) == (1.0, 1.999)
-    # Whose cookie, the run, its range, its last event (2), and all curves.
+    # Whose cookie, the run, its range, its last event (2), all curves, and the values at their buckets' ends.
     assert len(statements) <= 7
     # Ten curves of 400 buckets, nine lists of up to 20 characters.
     assert len(reply.content) <= 10 * CURVE_BUCKETS * 9 * 20

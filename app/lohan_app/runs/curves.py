@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     BindParameter,
@@ -61,6 +61,40 @@ def read(session: Session, run_id: str, metrics: Sequence[Metric], *, first_step
     parts = [_merged(literal(run_id), metric, first_step=first_step, last_step=last_step, width=width) for metric in metrics]
     every = union_all(*parts).subquery()
     return session.execute(select(every).order_by(every.c.metric, every.c.bucket)).all()
+
+
+class Envelope(NamedTuple):
+    """What the steps of a bucket say of one number; columns of `RunCurve`, less where extremes and gaps lie."""
+
+    metric: str
+    bucket: int
+    first_step: int
+    last_step: int
+    steps: int
+    finite_steps: int
+    total: float | None
+    minimum: float | None
+    maximum: float | None
+    first_value: float | None
+    last_value: float | None
+
+
+def read_envelopes(
+    session: Session, run_id: str, metrics: Sequence[Metric], *, first_step: int, last_step: int, width: int
+) -> list[Envelope]:
+    """As `read`, for many numbers at once, in two queries.
+
+    Where an extreme lies takes windows over all pieces; without that a grouping does, and first and last values are looked up by their
+    steps: on SQLite 0.1 s instead of 0.3 s for ten numbers of 200,000 steps.
+    """
+    parts = [_envelopes(literal(run_id), metric, first_step, last_step, width) for metric in metrics]
+    every = union_all(*parts).subquery()
+    rows = session.execute(select(every).order_by(every.c.metric, every.c.bucket)).all()
+    ends = {step for row in rows for step in (row.first_step, row.last_step)}
+    columns = [cast(getattr(RunMetric, metric), Double).label(str(metric)) for metric in metrics]
+    values = session.execute(select(RunMetric.step, *columns).where(RunMetric.run_id == run_id, RunMetric.step.in_(ends)))
+    at = {row["step"]: row for row in values.mappings()}
+    return [Envelope._make((*row, at[row.first_step][row.metric], at[row.last_step][row.metric])) for row in rows]
 
 
 def refresh(session: Session, run_id: str, *, first_step: int, last_step: int) -> None:
@@ -119,6 +153,25 @@ def _merged(
         func.min(case((of.maximum == of.high, of.maximum_step))).label("maximum_step"),
         func.min(of.gap_step).label("gap_step"),
     ).group_by(of.bucket)
+
+
+def _envelopes(run_id: BindParameter[str], metric: Metric, first_step: int, last_step: int, width: int) -> Select[Any]:
+    """The first columns of `Envelope` for each bucket of one number."""
+    is_wide = width >= SUMMARY_STEPS
+    sources = _sources(run_id, metric, first_step, last_step) if is_wide else [_steps(run_id, metric, first_step, last_step)]
+    of = union_all(*sources).subquery().c
+    bucket = of.first_step // width
+    return select(
+        literal(str(metric)).label("metric"),
+        bucket.label("bucket"),
+        func.min(of.first_step).label("first_step"),
+        func.max(of.last_step).label("last_step"),
+        func.sum(of.steps).label("steps"),
+        func.sum(of.finite_steps).label("finite_steps"),
+        func.sum(of.total).label("total"),
+        func.min(of.minimum).label("minimum"),
+        func.max(of.maximum).label("maximum"),
+    ).group_by(bucket)
 
 
 def _sources(run_id: BindParameter[str], metric: Metric, first_step: int, last_step: int) -> list[Select[Any]]:

@@ -344,7 +344,7 @@ def curves(
         total, first, last = queries.metrics_range(session, run_id, after_step, to_step)
         attempt, seq = queries.last_cursor(session, run_id)
         width = curves_of.bucket_steps(first, last, CURVE_BUCKETS)
-        rows = curves_of.read(session, run_id, metrics, first_step=first, last_step=last, width=width)
+        rows = curves_of.read_envelopes(session, run_id, metrics, first_step=first, last_step=last, width=width)
     found = {metric: CurveView() for metric in metrics}
     for row in rows:
         _append(found[Metric(row.metric)], row, width, first, last)
@@ -352,7 +352,7 @@ def curves(
     return CurvesView(total=total, bucket_steps=width, curves=found, last_event_id=last_event_id)
 
 
-def _append(curve: CurveView, row: Any, width: int, first: int, last: int) -> None:
+def _append(curve: CurveView, row: curves_of.Envelope, width: int, first: int, last: int) -> None:
     begin, end = max(first, row.bucket * width), min(last, (row.bucket + 1) * width - 1)
     curve.first_step.append(row.first_step)
     curve.last_step.append(row.last_step)
@@ -362,7 +362,7 @@ def _append(curve: CurveView, row: Any, width: int, first: int, last: int) -> No
     curve.last.append(row.last_value)
     curve.minimum.append(row.minimum)
     curve.maximum.append(row.maximum)
-    curve.mean.append(row.total / row.finite_steps if row.finite_steps else None)
+    curve.mean.append(row.total / row.finite_steps if row.total is not None else None)
 
 
 def recorded_events(context: AppContext, identity: Identity, run_id: str) -> Sequence[RunEvent]:
