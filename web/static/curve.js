@@ -13,6 +13,7 @@ class LossCurve {
     this.plot = null;
     this.zoom = null;
     this.onSelect = () => {};
+    this.onDraw = () => {};
     this.clear();
     new ResizeObserver(() => this.resize()).observe(container);
     document.addEventListener("lohan:theme", () => this.repaint());
@@ -92,6 +93,7 @@ class LossCurve {
   draw() {
     const hasPoints = this.shown.steps.length > 0;
     this.note.hidden = hasPoints;
+    this.onDraw(hasPoints);
     this.gapLegend.classList.toggle("hidden", !this.shown.losses.includes(null));
     if (!hasPoints) return;
     if (!this.plot) this.plot = new uPlot(this.options(), this.data(), this.container);

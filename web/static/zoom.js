@@ -9,6 +9,9 @@ class CurveZoom {
     this.url = url;
     this.asked = 0;
     curve.onSelect = (first, last) => (first === null ? this.showWhole() : this.show(first, last));
+    curve.onDraw = (hasPoints) => {
+      controls.hidden = !hasPoints;
+    };
     controls.addEventListener("click", (event) => {
       const button = event.target.closest("button");
       if (button) this.press(button.dataset.zoom);
