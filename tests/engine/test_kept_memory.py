@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lohan.config import Durability, Precision
 from lohan.errors import CapacityError, EngineError
 from lohan.planning.footprint import KEPT_STAGING_BUFFERS
-from lohan.planning.kept_footprint import retention_items
+from lohan.planning.kept_footprint import RegionBytes, retention_items
 from lohan.planning.retention import BlockTiers, KeptOperator, Retention
 from lohan.planning.tiers import Tier
 from lohan.streaming import kept_drive, kept_tiers
@@ -67,7 +67,7 @@ def test_the_ledger_is_the_plans(precision, micro_batch_size, tmp_path):
     width = 4 if precision is Precision.FP32 else 2
     sizes = {label: [count * row for count in rows] for label, row in ((ATTENTION, 16 * 64 * width + 4 * 16 * 4), (GATE, 16 * 160 * width))}
     inputs = [count * 16 * 64 * width for count in rows]
-    items = retention_items(MIXED, sizes, inputs)
+    items = retention_items(MIXED, {label: RegionBytes.of(of_label) for label, of_label in sizes.items()}, RegionBytes.of(inputs))
     planned = {item.name: item.bytes for item in items[Tier.RAM]}
     with open_session(model, adamw(model), tmp_path, retention=MIXED, precision=precision, micro_batch_size=micro_batch_size) as session:
         for batch in make_batches(2):
@@ -82,7 +82,7 @@ def test_the_ledger_is_the_plans(precision, micro_batch_size, tmp_path):
 
 
 def test_a_decision_that_keeps_nothing_takes_nothing():
-    assert retention_items(Retention(), {}, {}) == {Tier.GPU: (), Tier.RAM: (), Tier.SSD: ()}
+    assert retention_items(Retention(), {}, None) == {Tier.GPU: (), Tier.RAM: (), Tier.SSD: ()}
 
 
 def test_the_inputs_of_blocks_that_leave_are_not_held(tmp_path):

@@ -178,7 +178,7 @@ def test_every_output_is_in_one_tier_and_tiers_hold_what_they_are_given(problem,
         for operator in retention.operators
     )
     assert amounts.saved_seconds == pytest.approx(saved)
-    inputs = [retention.boundaries.tier(block) or Tier.GPU for block in range(problem.blocks)]
+    inputs = [retention.checked().boundaries.tier(block) or Tier.GPU for block in range(problem.blocks)]
     outputs = [
         (tier, by_label[operator.label].bytes_per_block)
         for operator in retention.operators

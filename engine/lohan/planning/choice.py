@@ -18,10 +18,12 @@ from lohan.planning.policies import PolicyFacts, decide
 from lohan.planning.retention_choice import ActivationDecision, ActivationProblem, Sweep, choose_retention, forced_retention
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.step_cost import StepCost
-from lohan.planning.step_inputs import Candidate, candidates, device_seconds, gradient_seconds, step_setting, weight_bytes
+from lohan.planning.step_inputs import Candidate, DeviceSeconds, candidates, device_seconds, gradient_seconds, step_setting, weight_bytes
 from lohan.planning.workload import OperatorGroup
 from lohan.units import format_bytes
 
+_END = 1 << 30
+"""Behind the last place of any sweep."""
 _OURS = (ActivationPolicy.HOLISTIC, ActivationPolicy.CPU_ACTIVATIONS)
 
 
@@ -36,7 +38,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        return self.decision.seconds.total
+        return self.decision.total
 
     @property
     def least_moved_bytes(self) -> int:
@@ -52,9 +54,12 @@ class Choice:
         return self.least_moved_bytes + 2 * (amounts.swapped_bytes + amounts.ssd_bytes)
 
 
-def block_times(profile: HardwareProfile, fit: Fit, micro_batch: int) -> BlockTimes | None:
-    """The measured times of the run's block that come nearest to these rows and tokens; None where there are none."""
-    return nearest_times(fit.workload, fit.training, fit.engine.kernels, profile, micro_batch)
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """What was measured of the run's block, nearest to a micro-batch, and what follows from it for the whole batch."""
+
+    seconds: DeviceSeconds
+    candidates: tuple[Candidate, ...]
 
 
 class Chooser:
@@ -70,6 +75,10 @@ class Chooser:
     def __init__(self, fit: Fit, profile: HardwareProfile, policy: ActivationPolicy) -> None:
         self._profile, self._policy = profile, policy
         self._rates = Rates.of(profile, fit.placement.form, on_cpu=fit.gpu is None)
+        self._training, self._kernels = fit.training, fit.engine.kernels
+        self._blocks: dict[int, _Block | None] = {}
+        self._best_places: dict[tuple[int, int, int], int] = {}
+        """Of the last problem of a micro-batch, number of kept units and round: the next one's is near."""
         self.is_ours = self._policy in _OURS and fit.engine.swapped_activation_bytes is None
         """Whether the shortest step is looked for, and not what a rule says."""
 
@@ -82,19 +91,21 @@ class Chooser:
         Raises:
             CapacityError: the policy cannot be followed on this machine.
         """
-        times = block_times(self._profile, fit, micro_batch)
-        if times is None:
+        if self._block(fit, micro_batch) is None:
             return None
         rooms = fit.activation_rooms(micro_batch, kept_units)
-        problem, facts = self._problem(fit, times, micro_batch, kept_units, rooms)
-        for _ in range(ROUNDS):
-            choice = Choice(fit, micro_batch, kept_units, self._decision(fit, problem, facts, longest_seconds))
-            less = fit.less_room(rooms, micro_batch, kept_units, choice.decision.retention)
+        problem, facts = self._problem(fit, micro_batch, kept_units, rooms)
+        for number in range(ROUNDS):
+            place = (micro_batch, kept_units, number)
+            problem = replace(problem, gpu_bytes=rooms.gpu_bytes, ram_bytes=rooms.ram_bytes, near=self._best_places.get(place))
+            decision = self._decision(fit, problem, facts, longest_seconds)
+            if decision.sweep is not None:
+                self._best_places[place] = decision.sweep.best() if decision.sweep.best() < decision.sweep.last else _END
+            less = fit.less_room(rooms, micro_batch, kept_units, decision.kept)
             if less is None:
-                return choice
+                return Choice(fit, micro_batch, kept_units, decision)
             rooms = less
-            problem = replace(problem, gpu_bytes=rooms.gpu_bytes, ram_bytes=rooms.ram_bytes)
-        plans = fit.memory(micro_batch, kept_units, choice.decision.retention)
+        plans = fit.memory(micro_batch, kept_units, decision.kept)
         short = max(plans, key=lambda plan: plan.used_bytes - plan.capacity_bytes)
         missing = format_bytes(short.used_bytes - short.capacity_bytes)
         raise CapacityError(
@@ -107,10 +118,9 @@ class Chooser:
 
     def problem(self, fit: Fit, micro_batch: int, kept_units: int) -> ActivationProblem | None:
         """What there is to decide then; None where the block was never measured."""
-        times = block_times(self._profile, fit, micro_batch)
-        if times is None:
+        if self._block(fit, micro_batch) is None:
             return None
-        return self._problem(fit, times, micro_batch, kept_units, fit.activation_rooms(micro_batch, kept_units))[0]
+        return self._problem(fit, micro_batch, kept_units, fit.activation_rooms(micro_batch, kept_units))[0]
 
     def bound(self, most: Fit, least: Fit, micro_batch: int, kept_units: int, *, rooms_of: int) -> float:
         """Seconds that no step takes less than which is between the two: as if what `most` gives updates and weights left the room for
@@ -125,10 +135,9 @@ class Chooser:
         Raises:
             CapacityError: not even that room holds the inputs of blocks.
         """
-        times = block_times(self._profile, most, micro_batch)
-        if times is None or not self.is_ours:
+        if self._block(most, micro_batch) is None or not self.is_ours:
             return 0.0
-        problem, _ = self._problem(most, times, micro_batch, kept_units, least.activation_rooms(micro_batch, rooms_of))
+        problem, _ = self._problem(most, micro_batch, kept_units, least.activation_rooms(micro_batch, rooms_of))
         sweep = Sweep(problem)
         return sweep.seconds(sweep.best())
 
@@ -139,9 +148,7 @@ class Chooser:
             order: of the updates; None: the fit's own.
             redone_share: see `lohan.planning.step_cost.StepSetting`.
         """
-        times = block_times(self._profile, fit, micro_batch)
-        assert times is not None, "the choice was made by them"
-        return self._cost(fit, times, micro_batch, kept_units, order or fit.order, redone_share)
+        return self._cost(fit, micro_batch, kept_units, order or fit.order, redone_share)
 
     def _decision(self, fit: Fit, problem: ActivationProblem, facts: PolicyFacts, longest_seconds: float) -> ActivationDecision:
         swapped_bytes = fit.engine.swapped_activation_bytes
@@ -152,28 +159,41 @@ class Chooser:
             return choose_retention(problem if with_drives else replace(problem, ssd_bytes=0), longest_seconds=longest_seconds)
         return decide(self._policy, problem, facts)
 
-    def _problem(
-        self, fit: Fit, times: BlockTimes, micro_batch: int, kept_units: int, rooms: Rooms
-    ) -> tuple[ActivationProblem, PolicyFacts]:
-        cost = self._cost(fit, times, micro_batch, kept_units, fit.order, 0.0)
+    def _block(self, fit: Fit, micro_batch: int) -> _Block | None:
+        """None where it was never measured."""
+        if micro_batch not in self._blocks:
+            training, workload = self._training, fit.workload
+            times = nearest_times(workload, training, self._kernels, self._profile, micro_batch)
+            self._blocks[micro_batch] = None
+            if times is not None:
+                seconds = device_seconds(workload, times, batch=training.batch_size, length=training.sequence_length)
+                self._blocks[micro_batch] = _Block(seconds, self._candidates(fit, times))
+        return self._blocks[micro_batch]
+
+    def _problem(self, fit: Fit, micro_batch: int, kept_units: int, rooms: Rooms) -> tuple[ActivationProblem, PolicyFacts]:
+        block = self._block(fit, micro_batch)
+        assert block is not None, "the caller has looked"
+        cost = self._cost(fit, micro_batch, kept_units, fit.order, 0.0)
         problem = ActivationProblem(
-            candidates=self._candidates(fit, times),
+            candidates=block.candidates,
             blocks=fit.workload.blocks,
             boundary_bytes=fit.boundary_bytes if fit.can_keep else 0,
             gpu_bytes=rooms.gpu_bytes,
             ram_bytes=rooms.ram_bytes,
             ssd_bytes=rooms.ssd_bytes,
             evaluate=cost,
+            near=self._best_places.get((micro_batch, kept_units, 0)),
         )
         return problem, self._facts(fit, cost.setting.forward_seconds)
 
-    def _cost(self, fit: Fit, times: BlockTimes, micro_batch: int, kept_units: int, order: UpdateOrder, redone_share: float) -> StepCost:
-        sizes, batch, length = fit.sizes, fit.training.batch_size, fit.training.sequence_length
+    def _cost(self, fit: Fit, micro_batch: int, kept_units: int, order: UpdateOrder, redone_share: float) -> StepCost:
+        sizes, batch, block = fit.sizes, fit.training.batch_size, self._block(fit, micro_batch)
+        assert block is not None, "the choice was made by its times"
         setting = step_setting(
             sizes,
             fit.placement,
             order,
-            device_seconds(fit.workload, times, batch=batch, length=length),
+            block.seconds,
             kept_units=kept_units,
             gradient_buffers=len(sizes.units) if order.gradients is GradientBuffers.ALL else HOST_GRADIENT_BUFFERS,
             reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,

@@ -29,7 +29,7 @@ def corrected_plan(plan: Plan, correction: Correction, *, retention_changed: boo
     return plan.model_copy(
         update={
             "retention": retention,
-            "tiers": (*fit.memory(micro_batch, kept_units, retention), fit.drives(retention, micro_batch)),
+            "tiers": fit.tiers(micro_batch, kept_units, retention),
             "ssd_bytes_per_step": plan.ssd_bytes_per_step + 2 * swapped,
             "ssd_bytes_written_per_step": plan.ssd_bytes_written_per_step + swapped,
             "forecast": foreseen,

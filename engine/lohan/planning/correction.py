@@ -91,7 +91,7 @@ class Running:
         """What is kept now, and the step that is foreseen with it."""
         problem, cost = self.problem
         amounts = _amounts(problem, self.retention)
-        return ActivationDecision(self.retention, amounts, cost(amounts))
+        return ActivationDecision(self.retention, amounts, cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Correction:
 
 def ratio(running: Running, steps: Sequence[MeasuredStep]) -> float:
     """Measured over foreseen seconds of `steps`, each at its own rows and tokens: the median."""
-    return median(step.seconds / running.of(step).decision.seconds.total for step in steps)
+    return median(step.seconds / running.of(step).decision.total for step in steps)
 
 
 def is_wrong(found: float) -> bool:
@@ -149,12 +149,12 @@ def correct(running: Running, steps: Sequence[MeasuredStep], traces: Sequence[St
     partly = replace(running, profile=corrected_profile(running, factors))
     factors = replace(factors, everything=ratio(partly, steps))
     corrected = replace(running, profile=corrected_profile(running, factors))
-    now = corrected.decision.seconds.total
+    now = corrected.decision.total
     return Correction(
         ratio=found,
         factors=factors,
         running=corrected,
-        foreseen_seconds=running.decision.seconds.total,
+        foreseen_seconds=running.decision.total,
         corrected_seconds=now,
         better=_better(corrected, now),
     )

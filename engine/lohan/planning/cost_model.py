@@ -15,6 +15,7 @@ Each term is a maximum of linear functions of the demand, so that a phase's time
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -158,6 +159,14 @@ class PhaseSeconds:
 
     seconds: dict[Term, float]
 
+    @classmethod
+    def of(cls, terms: Sequence[float]) -> PhaseSeconds:
+        """From the functions in the order of `TERMS`."""
+        seconds = dict.fromkeys(Term, 0.0)
+        for term, value in zip(TERMS, terms, strict=True):
+            seconds[term] = max(seconds[term], value)
+        return cls(seconds)
+
     @property
     def total(self) -> float:
         return max(self.seconds.values())
@@ -174,49 +183,63 @@ def phase_seconds(demand: Demand, rates: Rates) -> PhaseSeconds:
     Raises:
         ConfigError: something is asked of a resource that the machine has no rate for.
     """
-    seconds = dict.fromkeys(Term, 0.0)
-    for term, value in linear_terms(demand, rates):
-        seconds[term] = max(seconds[term], value)
-    return PhaseSeconds(seconds)
+    return PhaseSeconds.of(LinearTerms(rates)(demand))
 
 
-def linear_terms(demand: Demand, rates: Rates) -> tuple[tuple[Term, float], ...]:
-    """The functions whose maximum is a phase's time, always in the same order; each is linear in the demand.
-
-    Raises:
-        ConfigError: something is asked of a resource that the machine has no rate for.
-    """
-    m2g, g2m, read, written = demand.m2g_bytes, demand.g2m_bytes, demand.ssd_read_bytes, demand.ssd_written_bytes
-    device = demand.gpu_seconds + (demand.cpu_seconds if rates.on_cpu else 0.0)
-    down, up = _pace(rates.m2g, m2g, "copies to the device"), _pace(rates.g2m, g2m, "copies from the device")
-    reading, writing = _pace(rates.ssd_read, read, "reads from drives"), _pace(rates.ssd_write, written, "writes to drives")
-    pcie = _corners(m2g, g2m, down, up, None if rates.both_ways is None else 1 / rates.both_ways)
-    ssd = _corners(read, written, reading, writing, None if rates.ssd_mixed is None else 2 / rates.ssd_mixed)
-    sync = demand.ssd_sync_seconds
-    return (
-        (Term.GPU, device),
-        (Term.M2G, m2g * down),
-        (Term.G2M, g2m * up),
-        (Term.PCIE, pcie[0]),
-        (Term.PCIE, pcie[1]),
-        (Term.SSD, ssd[0] + sync),
-        (Term.SSD, ssd[1] + sync),
-        (Term.HOST_MEMORY, demand.host_memory_bytes / rates.host_memory),
-        (Term.CPU, device if rates.on_cpu else demand.cpu_seconds),
-    )
+TERMS = (Term.GPU, Term.M2G, Term.G2M, Term.PCIE, Term.PCIE, Term.SSD, Term.SSD, Term.HOST_MEMORY, Term.CPU)
+"""Of the functions whose maximum is a phase's time, in their order."""
 
 
-def _pace(rate: float | None, bytes: float, what: str) -> float:
-    """Seconds a byte; 0 where nothing is moved and there is nothing to move it."""
-    if rate is not None:
-        return 1 / rate
-    if bytes:
-        raise ConfigError(
-            f"the machine's profile has no rate for {what}",
-            place="hardware profile",
-            remedy="Measure the machine again, with the run's device and state directories.",
+class LinearTerms:
+    """The functions whose maximum is a phase's time, in the order of `TERMS`; each is linear in the demand."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+        self._down, self._up = (1 / rate if rate is not None else 0.0 for rate in (rates.m2g, rates.g2m))
+        self._reading, self._writing = (1 / rate if rate is not None else 0.0 for rate in (rates.ssd_read, rates.ssd_write))
+        self._pcie = _corners(self._down, self._up, None if rates.both_ways is None else 1 / rates.both_ways)
+        self._ssd = _corners(self._reading, self._writing, None if rates.ssd_mixed is None else 2 / rates.ssd_mixed)
+        self._is_complete = None not in (rates.m2g, rates.g2m, rates.ssd_read, rates.ssd_write)
+
+    def __call__(self, demand: Demand) -> tuple[float, ...]:
+        """Seconds.
+
+        Raises:
+            ConfigError: something is asked of a resource that the machine has no rate for.
+        """
+        if not self._is_complete:
+            _check_rates(demand, self._rates)
+        m2g, g2m, read, written = demand.m2g_bytes, demand.g2m_bytes, demand.ssd_read_bytes, demand.ssd_written_bytes
+        on_cpu, cpu, sync = self._rates.on_cpu, demand.cpu_seconds, demand.ssd_sync_seconds
+        device = demand.gpu_seconds + cpu if on_cpu else demand.gpu_seconds
+        (first_in, first_out), (second_in, second_out) = self._pcie
+        (first_read, first_written), (second_read, second_written) = self._ssd
+        return (
+            device,
+            m2g * self._down,
+            g2m * self._up,
+            first_in * m2g + first_out * g2m,
+            second_in * m2g + second_out * g2m,
+            first_read * read + first_written * written + sync,
+            second_read * read + second_written * written + sync,
+            demand.host_memory_bytes / self._rates.host_memory,
+            device if on_cpu else cpu,
         )
-    return 0.0
+
+
+def _check_rates(demand: Demand, rates: Rates) -> None:
+    for rate, size, what in (
+        (rates.m2g, demand.m2g_bytes, "copies to the device"),
+        (rates.g2m, demand.g2m_bytes, "copies from the device"),
+        (rates.ssd_read, demand.ssd_read_bytes, "reads from drives"),
+        (rates.ssd_write, demand.ssd_written_bytes, "writes to drives"),
+    ):
+        if size and rate is None:
+            raise ConfigError(
+                f"the machine's profile has no rate for {what}",
+                place="hardware profile",
+                remedy="Measure the machine again, with the run's device and state directories.",
+            )
 
 
 def two_way_seconds(first: float, second: float, first_rate: float, second_rate: float, both_rate: float | None) -> float:
@@ -231,11 +254,12 @@ def two_way_seconds(first: float, second: float, first_rate: float, second_rate:
     Args:
         both_rate: of each way while both are busy; None: they take turns.
     """
-    return max(_corners(first, second, 1 / first_rate, 1 / second_rate, None if both_rate is None else 1 / both_rate))
+    corners = _corners(1 / first_rate, 1 / second_rate, None if both_rate is None else 1 / both_rate)
+    return max(u * first + v * second for u, v in corners)
 
 
-def _corners(first: float, second: float, u: float, v: float, both: float | None) -> tuple[float, float]:
-    """`two_way_seconds`' two corners; rates as seconds a byte."""
+def _corners(u: float, v: float, both: float | None) -> tuple[tuple[float, float], tuple[float, float]]:
+    """`two_way_seconds`' two corners: seconds a byte of each way; so are the rates."""
     both = u + v if both is None else both
     u, v = min(u, both), min(v, both)
-    return u * first + min(v, both - u) * second, min(u, both - v) * first + v * second
+    return (u, min(v, both - u)), (min(u, both - v), v)

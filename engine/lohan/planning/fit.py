@@ -6,9 +6,10 @@ The items come from `lohan.planning.footprint`; what is chosen among settings is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from lohan.config import Durability, EngineSection, GradientBuffers, RamStates, TrainingSection, UnitGrain, UpdateSchedule
@@ -22,12 +23,13 @@ from lohan.planning.footprint import (
     host_items,
     measure,
     place_states,
+    slot_sizes,
     state_items,
     whole_state_bytes,
 )
-from lohan.planning.kept_footprint import retention_items
-from lohan.planning.plan import PlanItem, TierPlan
-from lohan.planning.retention import Retention
+from lohan.planning.kept_footprint import RegionBytes, retention_items
+from lohan.planning.plan import Holder, TierPlan, TierUse
+from lohan.planning.retention import Kept, Placed
 from lohan.planning.retention_choice import place_inputs
 from lohan.planning.schedule import Begin, UpdateOrder, update_order
 from lohan.planning.slots import WORKING_SLOTS
@@ -43,7 +45,7 @@ CHOSEN_RAM_SHARE = 0.75
 """Of what a run may hold of host memory: beyond this no states are put there that could lie on drives, unless a number of bytes was asked
 for. What is left is for another run, the page cache, and everybody else; where several devices can run, each run keeps to its part."""
 
-NOTHING_KEPT = Retention()
+NOTHING_KEPT = Placed()
 ROUNDS = 8
 """Of making room for what kept activations themselves need on their way."""
 
@@ -94,7 +96,10 @@ class Fit:
 
     def with_engine(self, **settings: Any) -> Fit:
         """The same with other engine settings."""
-        return replace(self, engine=self.engine.model_copy(update=settings))
+        changed = replace(self, engine=self.engine.model_copy(update=settings))
+        if "kernels" not in settings:  # then these are the same
+            changed.__dict__.update({name: getattr(self, name) for name in _OF_ANY_ENGINE})
+        return changed
 
     def with_training(self, **settings: Any) -> Fit:
         """The same with other training settings."""
@@ -112,19 +117,18 @@ class Fit:
         is_open = self.engine.gradient_buffers is GradientBuffers.AUTO and self.order.begin is Begin.ON_ARRIVAL
         return is_open and self.gpu is not None and self.engine.schedule is UpdateSchedule.OPTIMIZED
 
-    def most_kept_units(self, micro_batch: int, retention: Retention) -> int:
+    def most_kept_units(self, micro_batch: int, retention: Kept) -> int:
         """How many units' weights may stay on the GPU from forward to backward: as many as fit beside the rest."""
         if self.gpu is None:
             return 0  # a slot would be host memory, which saves more (the optimizer's reads too) as states in RAM
 
-        def fits(kept_units: int) -> bool:
-            on_gpu, _ = self.memory(micro_batch, kept_units, retention)
-            return on_gpu.used_bytes <= on_gpu.capacity_bytes
-
+        sizes = self.sizes
+        on_gpu, _ = self.memory(micro_batch, 0, retention)
+        room = on_gpu.left_bytes // sizes.itemsize + slot_sizes(sizes, 0).elements
         # From the top: a kept unit may cost less than nothing where the working slots then are smaller.
-        return next((kept_units for kept_units in range(len(self.sizes.backward), 0, -1) if fits(kept_units)), 0)
+        return next((kept for kept in range(len(sizes.backward), 0, -1) if slot_sizes(sizes, kept).elements <= room), 0)
 
-    def most_ram_states(self, micro_batch: int, retention: Retention) -> int:
+    def most_ram_states(self, micro_batch: int, retention: Kept) -> int:
         """Bytes of states that may be put in RAM beside everything else (`CHOSEN_RAM_SHARE`; a cap that was set is used to its end)."""
         _, on_host = self.with_engine(ram_state_bytes=0).memory(micro_batch, 0, retention)
         limit = on_host.capacity_bytes
@@ -164,21 +168,29 @@ class Fit:
         on_gpu, on_host = self.memory(micro_batch, kept_units)
         drives = self.drives()
         inputs = self.workload.blocks * self.boundary_bytes if self.can_keep else 0
-        device, host = _left(on_gpu), _left(on_host)
+        device, host = on_gpu.left_bytes, on_host.left_bytes
         if self.gpu is None:
             device, host = host, 0  # what stays on the CPU's device lies in host memory already
         most_host, most_drives = self.engine.activation_ram_bytes, self.engine.activation_ssd_bytes
         return Rooms(
             gpu_bytes=max(0, device + inputs),
             ram_bytes=max(0, min(host, host if most_host is None else most_host)),
-            ssd_bytes=max(0, min(_left(drives), _left(drives) if most_drives is None else most_drives)),
+            ssd_bytes=max(0, min(drives.left_bytes, drives.left_bytes if most_drives is None else most_drives)),
         )
 
-    def inputs_placed(self, micro_batch: int, kept_units: int) -> Retention:
+    def inputs_placed(self, micro_batch: int, kept_units: int) -> Placed:
         """Where the inputs of blocks wait if nothing else is kept: on the device as far as its memory goes, then in host memory, then on
         the drives. Those that no tier holds stay on the device, which then is too small."""
-        if not self.can_keep:
-            return NOTHING_KEPT
+        key = (micro_batch, kept_units)
+        if key not in self._inputs_placed:
+            self._inputs_placed[key] = self._place_inputs(micro_batch, kept_units) if self.can_keep else NOTHING_KEPT
+        return self._inputs_placed[key]
+
+    @cached_property
+    def _inputs_placed(self) -> dict[tuple[int, int], Placed]:
+        return {}
+
+    def _place_inputs(self, micro_batch: int, kept_units: int) -> Placed:
         rooms = self.activation_rooms(micro_batch, kept_units)
         retention = NOTHING_KEPT
         for _ in range(ROUNDS):
@@ -189,34 +201,47 @@ class Fit:
             rooms = less
         return retention
 
-    def less_room(self, rooms: Rooms, micro_batch: int, kept_units: int, retention: Retention) -> Rooms | None:
+    def less_room(self, rooms: Rooms, micro_batch: int, kept_units: int, retention: Kept) -> Rooms | None:
         """What to try where `retention`, which was made for `rooms`, needs more than there is on its way; None where it fits."""
-        over = [max(0, -_left(plan)) for plan in self.memory(micro_batch, kept_units, retention)]
+        over = [max(0, -plan.left_bytes) for plan in self.memory(micro_batch, kept_units, retention)]
         if not any(over):
             return None
         return rooms.less(*(over if self.gpu is not None else reversed(over)))
 
-    def kept_items(self, retention: Retention, micro_batch: int) -> Mapping[Tier, tuple[PlanItem, ...]]:
+    def kept_items(self, retention: Kept, micro_batch: int) -> Mapping[Tier, tuple[Holder, ...]]:
         """What a retention keeps of this batch, by tier."""
-        if retention == NOTHING_KEPT:
-            return dict.fromkeys(Tier, ())
+        boundaries = retention.boundaries
+        if not (retention.operators or boundaries.gpu_blocks or boundaries.ram_blocks or boundaries.ssd_blocks):
+            return _NO_ITEMS
+        if micro_batch not in self._regions:
+            self._regions[micro_batch] = self._region_bytes(micro_batch)
+        return retention_items(retention, *self._regions[micro_batch])
+
+    @cached_property
+    def _regions(self) -> dict[int, tuple[Mapping[str, RegionBytes], RegionBytes]]:
+        """What `_region_bytes` found, by micro-batch."""
+        return {}
+
+    def _region_bytes(self, micro_batch: int) -> tuple[Mapping[str, RegionBytes], RegionBytes]:
+        """Of each operator's outputs, and of inputs."""
         batch, length, itemsize = self.training.batch_size, self.training.sequence_length, self.sizes.itemsize
         whole, rest = divmod(batch, micro_batch)
-        rows = [micro_batch] * whole + [rest] * (rest > 0)
-        kept = {operator.label for operator in retention.operators}
-        outputs = {
-            operator.label: [round(operator.output_elements.at(count, length) * itemsize) for count in rows]
-            for operator in self.workload.operators_of(self.engine.kernels)
-            if operator.label in kept
-        }
-        return retention_items(retention, outputs, [count * length * self.sizes.hidden * itemsize for count in rows])
 
-    def kept_on_drives(self, retention: Retention, micro_batch: int) -> int:
+        def of(size: Callable[[int], int]) -> RegionBytes:
+            return RegionBytes.of([*[size(micro_batch)] * whole, *([size(rest)] if rest else [])])
+
+        outputs = {
+            operator.label: of(lambda rows, elements=operator.output_elements: round(elements.at(rows, length) * itemsize))  # type: ignore[misc]
+            for operator in self.workload.operators_of(self.engine.kernels)
+        }
+        return outputs, of(lambda rows: rows * length * self.sizes.hidden * itemsize)
+
+    def kept_on_drives(self, retention: Kept, micro_batch: int) -> int:
         """Bytes that every step writes to the drives and reads from them for activations."""
         return sum(item.bytes for item in self.kept_items(retention, micro_batch)[Tier.SSD])
 
-    def memory(self, micro_batch: int, kept_units: int, retention: Retention = NOTHING_KEPT) -> tuple[TierPlan, TierPlan]:
-        """The GPU's and the host's plan; on the CPU the device's items are the host's."""
+    def memory(self, micro_batch: int, kept_units: int, retention: Kept = NOTHING_KEPT) -> tuple[TierUse, TierUse]:
+        """What the GPU and the host hold; on the CPU the device's items are the host's."""
         training, engine = self.training, self.engine
         kept = self.kept_items(retention, micro_batch)
         boundaries = retention.boundaries
@@ -231,32 +256,37 @@ class Fit:
             ),
             *kept[Tier.GPU],
         )
-        on_host = (*host_items(self.sizes, self.placement, self.order, on_gpu=self.gpu is not None), *kept[Tier.RAM])
+        on_host = (*self._host_items, *kept[Tier.RAM])
         host_bytes = max(0, self.hardware.ram.free_bytes - RAM_RESERVE_BYTES)
         if engine.host_memory_bytes is not None:
             host_bytes = min(host_bytes, engine.host_memory_bytes)
         if self.gpu is None:
-            return (
-                TierPlan(tier=Tier.GPU, capacity_bytes=0, items=()),
-                TierPlan(tier=Tier.RAM, capacity_bytes=host_bytes, items=(*on_device, *on_host)),
-            )
-        reserve = PlanItem(
-            name="non-torch reserve", bytes=GPU_RESERVE_BYTES, formula="CUDA context, library workspaces, allocator fragmentation"
-        )
+            return TierUse(Tier.GPU, 0, ()), TierUse(Tier.RAM, host_bytes, (*on_device, *on_host))
         gpu_bytes = min(self.gpu.free_bytes, engine.gpu_memory_bytes or self.gpu.free_bytes)
-        return (
-            TierPlan(tier=Tier.GPU, capacity_bytes=gpu_bytes, items=(*on_device, reserve)),
-            TierPlan(tier=Tier.RAM, capacity_bytes=host_bytes, items=on_host),
-        )
+        return TierUse(Tier.GPU, gpu_bytes, (*on_device, _RESERVE)), TierUse(Tier.RAM, host_bytes, on_host)
 
-    def drives(self, retention: Retention = NOTHING_KEPT, micro_batch: int = 1) -> TierPlan:
+    @cached_property
+    def _host_items(self) -> tuple[Holder, ...]:
+        return host_items(self.sizes, self.placement, self.order, on_gpu=self.gpu is not None)
+
+    def drives(self, retention: Kept = NOTHING_KEPT, micro_batch: int = 1) -> TierUse:
         """What lies in the state directories."""
         items = (*state_items(self.sizes, self.placement), *self.kept_items(retention, micro_batch)[Tier.SSD])
-        return TierPlan(tier=Tier.SSD, capacity_bytes=ssd_capacity(self.hardware), items=items)
+        return TierUse(Tier.SSD, self._ssd_capacity, items)
+
+    @cached_property
+    def _ssd_capacity(self) -> int:
+        return ssd_capacity(self.hardware)
+
+    def tiers(self, micro_batch: int, kept_units: int, retention: Kept) -> tuple[TierPlan, ...]:
+        """All three, as a plan has them."""
+        return tuple(use.plan() for use in (*self.memory(micro_batch, kept_units, retention), self.drives(retention, micro_batch)))
 
 
-def _left(plan: TierPlan) -> int:
-    return plan.capacity_bytes - plan.used_bytes
+_OF_ANY_ENGINE = ("sizes", "_regions", "_ssd_capacity")
+"""What of a fit no engine setting but the kernels changes."""
+_NO_ITEMS: Mapping[Tier, tuple[Holder, ...]] = MappingProxyType(dict.fromkeys(Tier, ()))
+_RESERVE = Holder("non-torch reserve", GPU_RESERVE_BYTES, lambda: "CUDA context, library workspaces, allocator fragmentation")
 
 
 def ssd_capacity(hardware: HardwareFacts) -> int:

@@ -6,9 +6,10 @@ What cannot be computed (libraries, fragmentation) is a named reserve.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lohan.config import Durability, EngineSection, GradientBuffers, KernelSet, Precision, RamStates, UnitGrain
-from lohan.planning.plan import CHUNK_PARAMETERS, PlanItem
+from lohan.planning.plan import CHUNK_PARAMETERS, Holder
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.slots import WORKING_SLOTS, SlotSizes, size_slots
 from lohan.planning.state_form import SCALE_BLOCK, StateForm
@@ -115,111 +116,122 @@ def _backward_order(units: int, *, tied: bool) -> tuple[int, ...]:
     return (0, *others) if tied else others
 
 
+@lru_cache(maxsize=256)  # more than the units of a model, of which each number is tried for each micro-batch
 def slot_sizes(sizes: Sizes, kept_units: int) -> SlotSizes:
     """The parameter slots with so many units kept."""
     return size_slots(sizes.units, sizes.backward, working=sizes.working_slots, kept=kept_units)
 
 
-def _slots_item(sizes: Sizes, kept_units: int) -> PlanItem:
+def _slots_item(sizes: Sizes, kept_units: int) -> Holder:
     slots = slot_sizes(sizes, kept_units)
-    formula = ""
-    if slots.working:
-        formula = f"{slots.working} slots x {format_count(slots.working_elements)} parameters of the largest unit"
-    if slots.kept:
-        own = f"{format_count(slots.kept_elements)} parameters of {len(slots.kept)} units that stay from forward to backward"
-        formula = f"({formula} + {own})" if formula else own
-    return PlanItem(name="parameter slots", bytes=slots.elements * sizes.itemsize, formula=f"{formula} x {sizes.itemsize} B")
+
+    def formula() -> str:
+        parts = ""
+        if slots.working:
+            parts = f"{slots.working} slots x {format_count(slots.working_elements)} parameters of the largest unit"
+        if slots.kept:
+            own = f"{format_count(slots.kept_elements)} parameters of {len(slots.kept)} units that stay from forward to backward"
+            parts = f"({parts} + {own})" if parts else own
+        return f"{parts} x {sizes.itemsize} B"
+
+    return Holder("parameter slots", slots.elements * sizes.itemsize, formula)
 
 
-def device_items(
-    sizes: Sizes, batch: int, length: int, micro_batch: int, kept_units: int, *, moved_inputs: int = 0
-) -> tuple[PlanItem, ...]:
+def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int, kept_units: int, *, moved_inputs: int = 0) -> tuple[Holder, ...]:
     """What lies on the device, kept outputs of operators aside: a GPU's memory, or RAM where the CPU computes.
 
     Args:
         moved_inputs: blocks whose inputs wait elsewhere.
     """
     item = sizes.itemsize
-    unit, width = format_count(sizes.largest_unit), f"{item} B"
+    width = f"{item} B"
     micro_tokens = micro_batch * length
     # The loss takes whole tokens: at least one, at most all of the batch.
     loss_tokens = min(batch * length, max(1, LOSS_CHUNK_LOGITS // sizes.vocabulary))
     return (
         _slots_item(sizes, kept_units),
-        PlanItem(
+        Holder(
             name="unit gradient buffers",
             bytes=4 * sizes.open_gradients,
-            formula=f"{format_count(sizes.open_gradients)} parameters of the units open at once x 4 B (fp32 sums)",
+            formula=lambda: f"{format_count(sizes.open_gradients)} parameters of the units open at once x 4 B (fp32 sums)",
         ),
-        PlanItem(
+        Holder(
             name="gradients of a region",
             bytes=2 * sizes.largest_unit * item,
-            formula=f"2 x {unit} parameters of the largest unit x {width} (computed, and on their way out)",
+            formula=lambda: (
+                f"2 x {format_count(sizes.largest_unit)} parameters of the largest unit x {width} (computed, and on their way out)"
+            ),
         ),
-        PlanItem(
+        Holder(
             name="boundary activations",
             bytes=batch * length * sizes.hidden * (sizes.boundaries - moved_inputs) * item,
-            formula=f"{batch} rows x {length} tokens x {sizes.hidden} hidden x {sizes.boundaries - moved_inputs} boundaries x {width}",
+            formula=lambda: (
+                f"{batch} rows x {length} tokens x {sizes.hidden} hidden x {sizes.boundaries - moved_inputs} boundaries x {width}"
+            ),
         ),
-        PlanItem(
+        Holder(
             name="joining of micro-batches",
             bytes=sizes.joined * batch * length * sizes.hidden * item,
-            formula=f"{sizes.joined} x {batch} rows x {length} tokens x {sizes.hidden} hidden x {width} (outputs and their gradients)",
+            formula=lambda: (
+                f"{sizes.joined} x {batch} rows x {length} tokens x {sizes.hidden} hidden x {width} (outputs and their gradients)"
+            ),
         ),
-        PlanItem(
+        Holder(
             name="block working set",
             bytes=micro_tokens * sizes.saved_per_token * item,
-            formula=f"{micro_batch} rows x {length} tokens x {sizes.saved_per_token} saved elements a token x {width}",
+            formula=lambda: f"{micro_batch} rows x {length} tokens x {sizes.saved_per_token} saved elements a token x {width}",
         ),
-        PlanItem(
+        Holder(
             name="loss head chunk",
             bytes=loss_tokens * sizes.vocabulary * LOSS_BYTES_PER_LOGIT,
-            formula=f"{loss_tokens} tokens x {sizes.vocabulary} vocabulary x {LOSS_BYTES_PER_LOGIT} B",
+            formula=lambda: f"{loss_tokens} tokens x {sizes.vocabulary} vocabulary x {LOSS_BYTES_PER_LOGIT} B",
         ),
     )
 
 
-def host_items(sizes: Sizes, placement: Placement, order: UpdateOrder, *, on_gpu: bool) -> tuple[PlanItem, ...]:
+def host_items(sizes: Sizes, placement: Placement, order: UpdateOrder, *, on_gpu: bool) -> tuple[Holder, ...]:
     """What lies in host memory whatever the device."""
-    item, unit, form = sizes.itemsize, format_count(sizes.largest_unit), placement.form
+    item, form = sizes.itemsize, placement.form
     chunk = min(placement.chunk_parameters, sizes.largest_unit)
     items = [
         _host_gradients(sizes, order),
-        PlanItem(
+        Holder(
             name="optimizer staging",
             bytes=order.chunks_in_flight * form.state_bytes(chunk),
-            formula=f"{order.chunks_in_flight} chunks in flight x {format_count(chunk)} parameters x {_per_parameter(form)} B of states",
+            formula=lambda: (
+                f"{order.chunks_in_flight} chunks in flight x {format_count(chunk)} parameters x {_per_parameter(form)} B of states"
+            ),
         ),
-        PlanItem(
+        Holder(
             name="process base",
             bytes=GPU_PROCESS_BASE_BYTES if on_gpu else CPU_BASE_BYTES,
-            formula="Python, torch and transformers" + (" with CUDA's libraries" if on_gpu else ""),
+            formula=lambda: "Python, torch and transformers" + (" with CUDA's libraries" if on_gpu else ""),
         ),
     ]
     if on_gpu:
-        staging = PlanItem(
+        staging = Holder(
             name="host staging",
             bytes=HOST_STAGING_BUFFERS * sizes.largest_unit * item,
-            formula=f"{HOST_STAGING_BUFFERS} page-locked buffers x {unit} parameters x {item} B",
+            formula=lambda: f"{HOST_STAGING_BUFFERS} page-locked buffers x {format_count(sizes.largest_unit)} parameters x {item} B",
         )
         items.insert(0, staging)
     return (*items, *ram_state_items(placement))
 
 
-def _host_gradients(sizes: Sizes, order: UpdateOrder) -> PlanItem:
+def _host_gradients(sizes: Sizes, order: UpdateOrder) -> Holder:
     """Gradients on the host: of a few units, or of all, in buffers of their own sizes."""
     item = sizes.itemsize
     if order.gradients is GradientBuffers.ALL:
         why = "all gradients wait for the backward's end" if order.begin is Begin.AFTER_BACKWARD else "the backward waits for no update"
-        return PlanItem(
+        return Holder(
             name="host gradient buffers",
             bytes=sizes.parameters * item,
-            formula=f"{format_count(sizes.parameters)} parameters x {item} B: {why}",
+            formula=lambda: f"{format_count(sizes.parameters)} parameters x {item} B: {why}",
         )
-    return PlanItem(
+    return Holder(
         name="host gradient buffers",
         bytes=HOST_GRADIENT_BUFFERS * sizes.largest_unit * item,
-        formula=f"{HOST_GRADIENT_BUFFERS} buffers x {format_count(sizes.largest_unit)} parameters x {item} B",
+        formula=lambda: f"{HOST_GRADIENT_BUFFERS} buffers x {format_count(sizes.largest_unit)} parameters x {item} B",
     )
 
 
@@ -275,7 +287,7 @@ def whole_state_bytes(sizes: Sizes, placement: Placement) -> int:
     return placement.form.state_bytes(sum(sizes.units)) + chunks * MOST_STREAMS * BLOCK_BYTES
 
 
-def state_items(sizes: Sizes, placement: Placement) -> tuple[PlanItem, ...]:
+def state_items(sizes: Sizes, placement: Placement) -> tuple[Holder, ...]:
     """What lies on the drives."""
     form, parameters = placement.form, format_count(sizes.parameters)
     if form.is_split:
@@ -289,16 +301,18 @@ def state_items(sizes: Sizes, placement: Placement) -> tuple[PlanItem, ...]:
     parts.append(("moments", form.moments_bytes(sizes.parameters), f"{parameters} parameters x 2 moments x {each}"))
     share = placement.stored_share
     factors = (" x 2 slots" if placement.slots == 2 else "") + (f" x {share:.1%} outside RAM" if share < 1 else "")
-    items = [PlanItem(name=name, bytes=round(size * placement.slots * share), formula=formula + factors) for name, size, formula in parts]
-    exported = f"{parameters} parameters x {sizes.itemsize} B"
-    return (*items, PlanItem(name="exported model", bytes=sizes.itemsize * sizes.parameters, formula=exported))
+    items = [
+        Holder(name, round(size * placement.slots * share), lambda formula=formula: formula + factors)  # type: ignore[misc]
+        for name, size, formula in parts
+    ]
+    return (*items, Holder("exported model", sizes.itemsize * sizes.parameters, lambda: f"{parameters} parameters x {sizes.itemsize} B"))
 
 
 RAM_STATES = "model states"
 """What lies in RAM of them, as an item of a plan."""
 
 
-def ram_state_items(placement: Placement) -> tuple[PlanItem, ...]:
+def ram_state_items(placement: Placement) -> tuple[Holder, ...]:
     """What of the states lies in RAM."""
     if not placement.ram_bytes:
         return ()
@@ -306,7 +320,7 @@ def ram_state_items(placement: Placement) -> tuple[PlanItem, ...]:
     if placement.durability is Durability.SNAPSHOT:
         what += ", written to the drives at every snapshot"
     share = placement.ram_bytes / placement.total_bytes
-    return (PlanItem(name=RAM_STATES, bytes=placement.ram_bytes, formula=f"{share:.0%} of all, in whole chunks: {what}"),)
+    return (Holder(name=RAM_STATES, bytes=placement.ram_bytes, formula=lambda: f"{share:.0%} of all, in whole chunks: {what}"),)
 
 
 def ssd_bytes_read(sizes: Sizes, placement: Placement, kept_units: int) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from lohan.planning.footprint import KEPT_REGIONS_AHEAD, KEPT_STAGING_BUFFERS
-from lohan.planning.plan import PlanItem
-from lohan.planning.retention import BlockIndices, Retention
+from lohan.planning.plan import Holder
+from lohan.planning.retention import BlockIndices, Kept
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
 
@@ -21,59 +21,77 @@ def whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def retention_items(
-    retention: Retention, outputs: Mapping[str, Sequence[int]], inputs: Sequence[int]
-) -> Mapping[Tier, tuple[PlanItem, ...]]:
+class RegionBytes(NamedTuple):
+    """Bytes that one thing takes in all micro-batches of a block."""
+
+    regions: int
+    """As many as micro-batches."""
+    first: int
+    """In the first, which is the largest."""
+    total: int
+    paged: int
+    """With each micro-batch's rounded up to pages."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> RegionBytes:
+        """Of its bytes in each micro-batch."""
+        pages = {size: whole_pages(size) for size in set(sizes)}
+        return cls(len(sizes), sizes[0], sum(sizes), sum(pages[size] for size in sizes))
+
+
+def retention_items(retention: Kept, outputs: Mapping[str, RegionBytes], inputs: RegionBytes | None) -> Mapping[Tier, tuple[Holder, ...]]:
     """The holders of what `retention` keeps, by tier. `Tier.GPU` is the device: RAM where the CPU computes.
 
-    Blocks are alike, and the first micro-batch is the largest.
-
     Args:
-        outputs: bytes of an operator's outputs in each micro-batch of a block, by label; at least of those that are kept.
-        inputs: bytes of a block's input in each micro-batch. Inputs that stay on the device are no holder here: every boundary is one
-            already.
+        outputs: of an operator, by label; at least of those that are kept.
+        inputs: of a block's input. Inputs that stay on the device are no holder here: every boundary is one already.
     """
-    total, paged, count, widest = Counter[Tier](), Counter[Tier](), 0, 0
-    leaving: Counter[int] = Counter()
+    total, paged, count, widest = dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), 0, 0
+    together: dict[BlockIndices, int] = {}
     for sizes, tier, blocks in _kept(retention, outputs, inputs):
-        total[tier] += sum(sizes) * len(blocks)
-        paged[tier] += sum(map(whole_pages, sizes)) * len(blocks)
-        count += len(sizes) * len(blocks)
+        total[tier] += sizes.total * len(blocks)
+        paged[tier] += sizes.paged * len(blocks)
+        count += sizes.regions * len(blocks)
         if tier is not Tier.GPU:
-            leaving.update(dict.fromkeys(blocks, sizes[0]))
+            together[blocks] = together.get(blocks, 0) + sizes.first
         if tier is Tier.SSD:
-            widest = max(widest, whole_pages(sizes[0]))
+            widest = max(widest, whole_pages(sizes.first))
+    leaving: dict[int, int] = {}
+    for blocks, size in together.items():  # most operators leave in the same blocks
+        for block in blocks:
+            leaving[block] = leaving.get(block, 0) + size
     regions, largest = 1 + KEPT_REGIONS_AHEAD, max(leaving.values(), default=0)
     those = f"{count} outputs of regions, those"
     return {
         Tier.GPU: (
-            *_item(KEPT, total[Tier.GPU], f"{those} that stay on the device"),
-            *_item(KEPT_ON_THEIR_WAY, regions * largest, f"{regions} regions x {format_bytes(largest)} that the largest sends out"),
+            *_item(KEPT, total[Tier.GPU], lambda: f"{those} that stay on the device"),
+            *_item(KEPT_ON_THEIR_WAY, regions * largest, lambda: f"{regions} regions x {format_bytes(largest)} that the largest sends out"),
         ),
         Tier.RAM: (
-            *_item(KEPT, paged[Tier.RAM], f"{those} that wait in RAM, each in whole pages"),
+            *_item(KEPT, paged[Tier.RAM], lambda: f"{those} that wait in RAM, each in whole pages"),
             *_item(
                 KEPT_ON_THEIR_WAY,
                 KEPT_STAGING_BUFFERS * widest,
-                f"{KEPT_STAGING_BUFFERS} buffers x {format_bytes(widest)} of the largest output that goes to the drives",
+                lambda: f"{KEPT_STAGING_BUFFERS} buffers x {format_bytes(widest)} of the largest output that goes to the drives",
             ),
         ),
-        Tier.SSD: _item(KEPT, paged[Tier.SSD], f"{those} that wait on the drives, each in whole pages"),
+        Tier.SSD: _item(KEPT, paged[Tier.SSD], lambda: f"{those} that wait on the drives, each in whole pages"),
     }
 
 
 def _kept(
-    retention: Retention, outputs: Mapping[str, Sequence[int]], inputs: Sequence[int]
-) -> Iterator[tuple[Sequence[int], Tier, BlockIndices]]:
-    """The bytes of what is kept in each micro-batch, where, and of which blocks."""
+    retention: Kept, outputs: Mapping[str, RegionBytes], inputs: RegionBytes | None
+) -> Iterator[tuple[RegionBytes, Tier, BlockIndices]]:
+    """The bytes of what is kept in the micro-batches of a block, where, and of which blocks."""
     for operator in retention.operators:
         for tier, blocks in ((Tier.GPU, operator.gpu_blocks), (Tier.RAM, operator.ram_blocks), (Tier.SSD, operator.ssd_blocks)):
             if blocks:
                 yield outputs[operator.label], tier, blocks
     for tier, blocks in ((Tier.RAM, retention.boundaries.ram_blocks), (Tier.SSD, retention.boundaries.ssd_blocks)):
         if blocks:
+            assert inputs is not None, "a batch that is kept has inputs"
             yield inputs, tier, blocks
 
 
-def _item(name: str, size_bytes: int, formula: str) -> tuple[PlanItem, ...]:
-    return (PlanItem(name=name, bytes=size_bytes, formula=formula),) if size_bytes else ()
+def _item(name: str, size_bytes: int, formula: Callable[[], str]) -> tuple[Holder, ...]:
+    return (Holder(name, size_bytes, formula),) if size_bytes else ()

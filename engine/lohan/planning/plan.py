@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -26,6 +28,39 @@ class PlanItem(BaseModel):
     bytes: Annotated[int, Field(ge=0)]
     formula: str
     """How the figure comes about, e.g. `3 slots x 28.3 M parameters x 2 B`."""
+
+
+class Holder(NamedTuple):
+    """A `PlanItem` in the making: a search looks at the bytes of thousands, and nobody reads how they come about."""
+
+    name: str
+    bytes: int
+    formula: Callable[[], str]
+
+    def item(self) -> PlanItem:
+        return PlanItem(name=self.name, bytes=self.bytes, formula=self.formula())
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """A `TierPlan` in the making."""
+
+    tier: Tier
+    capacity_bytes: int
+    holders: tuple[Holder, ...]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum([holder.bytes for holder in self.holders])
+
+    @property
+    def left_bytes(self) -> int:
+        """Below 0 where more is used than there is."""
+        return self.capacity_bytes - self.used_bytes
+
+    def plan(self) -> TierPlan:
+        items = tuple(holder.item() for holder in self.holders)
+        return TierPlan(tier=self.tier, capacity_bytes=self.capacity_bytes, items=items)
 
 
 class TierPlan(BaseModel):

@@ -38,7 +38,7 @@ from lohan.planning.footprint import ssd_bytes_read, ssd_bytes_written
 from lohan.planning.forecast import Forecast
 from lohan.planning.kernel_choice import choose_kernels
 from lohan.planning.notes import plan_notes
-from lohan.planning.plan import Plan, TierPlan
+from lohan.planning.plan import Plan, TierUse
 from lohan.planning.prices import first_clip_update, foresee
 from lohan.planning.search import Chosen, Search, ram_sizes
 from lohan.planning.slots import LEAST_SLOTS, WORKING_SLOTS
@@ -100,7 +100,7 @@ def make_plan(
         fit, micro_batch, kept_units, retention = choice.fit, choice.micro_batch, choice.kept_units, choice.decision.retention
     else:
         fit = _with_ram_states(_with_gradient_buffers(fit, micro_batch), micro_batch)
-        retention = fit.inputs_placed(micro_batch, 0)
+        retention = fit.inputs_placed(micro_batch, 0).checked()
         kept_units = fit.most_kept_units(micro_batch, retention)
     swapped = fit.kept_on_drives(retention, micro_batch)
     written_bytes = ssd_bytes_written(fit.placement) + swapped
@@ -131,7 +131,7 @@ def make_plan(
         schedule=str(engine.schedule),
         policy=str(engine.policy if chosen is not None else ActivationPolicy.RECOMPUTE_ALL),
         retention=retention,
-        tiers=(*fit.memory(micro_batch, kept_units, retention), fit.drives(retention, micro_batch)),
+        tiers=fit.tiers(micro_batch, kept_units, retention),
         durability=str(engine.durability),
         ssd_bytes_per_step=ssd_bytes_read(fit.sizes, fit.placement, kept_units) + swapped + written_bytes,
         ssd_bytes_written_per_step=written_bytes,
@@ -193,7 +193,7 @@ def _choose_micro_batch(fit: Fit) -> tuple[int, int]:
     """The micro-batch that was asked for, or the largest that fits while the inputs of blocks stay on the device, if any does; and the
     largest that fits at all, or the same."""
 
-    def shortage(micro_batch: int, batch_size: int, sequence_length: int) -> TierPlan | None:
+    def shortage(micro_batch: int, batch_size: int, sequence_length: int) -> TierUse | None:
         changed = fit.with_training(batch_size=batch_size, sequence_length=sequence_length)
         plans = changed.memory(micro_batch, 0, changed.inputs_placed(micro_batch, 0))
         return next((plan for plan in plans if plan.used_bytes > plan.capacity_bytes), None)
@@ -314,8 +314,8 @@ def _space_remedy(fit: Fit, short: int, in_ram: int) -> str:
     return f'{remedy} With engine.ram_state_bytes = "auto" a part of the states may lie in RAM instead.'
 
 
-def _capacity_error(name: str, plan: TierPlan, remedy: str) -> CapacityError:
-    largest = max(plan.items, key=lambda item: item.bytes)
+def _capacity_error(name: str, plan: TierUse, remedy: str) -> CapacityError:
+    largest = max(plan.holders, key=lambda holder: holder.bytes)
     return CapacityError(
         f"the run needs {format_bytes(plan.used_bytes)}, {format_bytes(plan.capacity_bytes)} may be used;"
         f" most of it is {largest.name} ({format_bytes(largest.bytes)})",

@@ -15,7 +15,6 @@ from lohan.errors import CapacityError, ConfigError
 from lohan.planning.retention_choice import (
     ActivationDecision,
     ActivationProblem,
-    Piece,
     check_boundaries,
     choose_retention,
     place_outputs,
@@ -183,8 +182,8 @@ def _solve(problem: ActivationProblem, budget: int, solver_seconds: float) -> tu
 
 def _counted(problem: ActivationProblem, counts: Mapping[str, int]) -> ActivationDecision:
     """So many outputs of each operator, placed as ours are."""
-    retention, amounts = place_outputs(problem, counts)
-    return ActivationDecision(retention, amounts, problem.evaluate(amounts))
+    kept, amounts = place_outputs(problem, counts)
+    return ActivationDecision(kept, amounts, problem.evaluate)
 
 
 def _by_inactivity(problem: ActivationProblem, rooms: Mapping[Tier, int], who: str) -> ActivationDecision:
@@ -197,16 +196,16 @@ def _by_inactivity(problem: ActivationProblem, rooms: Mapping[Tier, int], who: s
     sizes: dict[str | None, int] = {candidate.label: candidate.bytes_per_block for candidate in problem.candidates}
     sizes[None] = problem.boundary_bytes
     labels: Sequence[str | None] = [None, *(candidate.label for candidate in problem.candidates)]
-    left, tiers = dict(rooms), dict[Piece, Tier]()
+    left, found = dict(rooms), {tier: {label: list[int]() for label in labels} for tier in Tier}
     for block in reversed(range(problem.blocks)):
         for label in reversed(labels):
             tier = next((tier for tier, room in left.items() if sizes[label] <= room), None)
             if tier is None:
                 raise _no_room(problem, sum(rooms.values()), f"{who}, with {' and '.join(rooms)} alone,")
             left[tier] -= sizes[label]
-            tiers[block, label] = tier
-    retention, amounts = settle(problem, tiers)
-    return ActivationDecision(retention, amounts, problem.evaluate(amounts))
+            found[tier][label].insert(0, block)
+    kept, amounts = settle(problem, found)
+    return ActivationDecision(kept, amounts, problem.evaluate)
 
 
 def _no_room(problem: ActivationProblem, have_bytes: int, where: str) -> CapacityError:

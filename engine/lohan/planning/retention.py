@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -53,3 +53,38 @@ class Retention(BaseModel):
         """The operators whose outputs are kept in `block`, and where."""
         places = ((operator.label, operator.tier(block)) for operator in self.operators)
         return {label: tier for label, tier in places if tier is not None}
+
+
+class PlacedBlocks(NamedTuple):
+    """As `BlockTiers`, unchecked: a search makes hundreds that nobody keeps."""
+
+    gpu_blocks: BlockIndices = ()
+    ram_blocks: BlockIndices = ()
+    ssd_blocks: BlockIndices = ()
+
+
+class PlacedOperator(NamedTuple):
+    """As `KeptOperator`."""
+
+    label: str
+    gpu_blocks: BlockIndices = ()
+    ram_blocks: BlockIndices = ()
+    ssd_blocks: BlockIndices = ()
+
+
+class Placed(NamedTuple):
+    """As `Retention`."""
+
+    operators: tuple[PlacedOperator, ...] = ()
+    boundaries: PlacedBlocks = PlacedBlocks()
+
+    def checked(self) -> Retention:
+        """The same, as plans have it."""
+        return Retention(
+            operators=tuple(KeptOperator(**operator._asdict()) for operator in self.operators),
+            boundaries=BlockTiers(**self.boundaries._asdict()),
+        )
+
+
+Kept = Retention | Placed
+"""What is kept and where, checked or not."""

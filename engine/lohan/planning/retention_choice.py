@@ -11,15 +11,16 @@ alpha A_G2M does, and each further byte saves less. So the minimum is found by h
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, Protocol
 
 from lohan.errors import CapacityError
 from lohan.planning.paper_model import Case
-from lohan.planning.retention import BlockTiers, KeptOperator, Retention
+from lohan.planning.retention import Kept, Placed, PlacedBlocks, PlacedOperator, Retention
 from lohan.planning.step_cost import Amounts, StepSeconds
 from lohan.planning.step_inputs import Candidate
 from lohan.planning.tiers import Tier
@@ -29,6 +30,15 @@ MAX_POINTS = 32
 """Of a sweep that is shown."""
 _SAME = 1e-9
 """Steps whose times differ by less than this part of them are equally long: rounding."""
+
+
+class Evaluate(Protocol):
+    """A step's time; see `lohan.planning.step_cost.StepCost`."""
+
+    def __call__(self, amounts: Amounts) -> StepSeconds: ...
+
+    def total(self, amounts: Amounts) -> float:
+        """The same seconds, and nothing of what they are made of."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,9 @@ class ActivationProblem:
     ram_bytes: int
     """Room in host memory for what leaves the device; what goes on to the drives passes through other buffers."""
     ssd_bytes: int
-    evaluate: Callable[[Amounts], StepSeconds]
-    """A step's time; see `lohan.planning.step_cost.step_seconds`."""
+    evaluate: Evaluate
+    near: int | None = None
+    """Where the best place of a problem like this one lies: it is looked for from there on."""
 
     @cached_property
     def by_benefit(self) -> tuple[Candidate, ...]:
@@ -81,13 +92,13 @@ class SweepPoint:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ActivationDecision:
     """What is kept, where, and how long a step then takes."""
 
-    retention: Retention
+    kept: Kept
     amounts: Amounts
-    seconds: StepSeconds
+    evaluate: Evaluate = field(repr=False, compare=False)
     case: Case | None = None
     """None where nothing was searched for, or there is nothing to keep."""
     memory_bound: bool = False
@@ -98,6 +109,21 @@ class ActivationDecision:
     """Of the shortest step found, where a longer one was asked for that moves less."""
     gap: float | None = None
     """Of a solver that was stopped: how far, as a part, its best may be from the optimum."""
+
+    @cached_property
+    def seconds(self) -> StepSeconds:
+        """The step, and what it is made of."""
+        return self.evaluate(self.amounts)
+
+    @cached_property
+    def total(self) -> float:
+        """Its seconds."""
+        return self.evaluate.total(self.amounts)
+
+    @cached_property
+    def retention(self) -> Retention:
+        """What is kept, as plans have it."""
+        return self.kept.checked() if isinstance(self.kept, Placed) else self.kept
 
     @property
     def points(self) -> tuple[SweepPoint, ...]:
@@ -114,6 +140,8 @@ class Sweep:
         self._bytes = list(accumulate((blocks * candidate.bytes_per_block for candidate in order), initial=problem.boundaries))
         self._saved = list(accumulate((blocks * candidate.seconds_per_block for candidate in order), initial=0.0))
         self._known: dict[int, float] = {}
+        self._looked_at: set[int] = set()
+        self._best: int | None = None
         self.places = len(order) * blocks
         check_boundaries(problem, problem.rooms, "this machine")
         self.last = self._last()
@@ -146,38 +174,63 @@ class Sweep:
 
     def seconds(self, place: int) -> float:
         if place not in self._known:
-            self._known[place] = self._problem.evaluate(self.amounts(place)).total
+            self._known[place] = self._problem.evaluate.total(self.amounts(place))
         return self._known[place]
 
     def best(self) -> int:
-        """The least place of those with the shortest step."""
-        low, high = 0, self.last
-        while low < high:  # the time falls, then rises: the first place that is no longer than the next
-            middle = (low + high) // 2
-            if self.seconds(middle) <= self.seconds(middle + 1) * (1 + _SAME):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        """The least place of those with the shortest step: the time falls, then rises."""
+        if self._best is None:
+            low, high = 0, self.last
+            near = self._problem.near
+            if near is not None and high:
+                low, high = self._around(min(near, high - 1))
+            self._best = _first(low, high, self._falls_no_more)
+        return self._best
+
+    def _falls_no_more(self, place: int) -> bool:
+        return self.seconds(place) <= self.seconds(place + 1) * (1 + _SAME)
+
+    def _around(self, near: int) -> tuple[int, int]:
+        """Between which places the best lies, in ever longer steps from one that is likely."""
+        stride = 1
+        if self._falls_no_more(near):
+            while near - stride >= 0 and self._falls_no_more(near - stride):
+                near, stride = near - stride, 2 * stride
+            return max(0, near - stride + 1), near
+        while near + stride < self.last and not self._falls_no_more(near + stride):
+            near, stride = near + stride, 2 * stride
+        return near + 1, min(near + stride, self.last)
 
     def leanest(self, best: int, longest_seconds: float) -> int:
         """The place up to `best` that sends least out of the device, of those whose step is no longer than that; `best` if none is."""
         least = self.amounts(0).swapped_bytes
-        low, high = 0, best
-        while low < high:  # the last place that sends no more than the inputs that must go
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.amounts(middle).swapped_bytes <= least else (low, middle - 1)
-        high = best
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.seconds(middle) <= longest_seconds else (middle + 1, high)
-        return low
+        # The last place that sends no more than the inputs that must go.
+        low = _first(0, best, lambda place: self.amounts(place + 1).swapped_bytes > least)
+
+        def is_short(place: int) -> bool:
+            self._looked_at.add(place)
+            return self.seconds(place) <= longest_seconds
+
+        return _first(low, best, is_short)
 
     def points(self) -> tuple[SweepPoint, ...]:
-        """All places that were looked at, and some between them."""
-        for place in (*range(0, self.last, max(1, -(-self.last // MAX_POINTS))), self.last):
-            self.seconds(place)
-        return tuple(SweepPoint(self.amounts(place), seconds) for place, seconds in sorted(self._known.items()))
+        """The places by which halving finds the best, and some between them."""
+
+        def falls_no_more(place: int) -> bool:
+            self._looked_at.update((place, place + 1))
+            return self._falls_no_more(place)
+
+        _first(0, self.last, falls_no_more)
+        places = {*self._looked_at, *range(0, self.last, max(1, -(-self.last // MAX_POINTS))), self.last}
+        return tuple(SweepPoint(self.amounts(place), self.seconds(place)) for place in sorted(places))
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The first place between the two from which on something holds; `high` if it never does."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
 
 
 def choose_retention(problem: ActivationProblem, *, longest_seconds: float = 0.0) -> ActivationDecision:
@@ -189,13 +242,17 @@ def choose_retention(problem: ActivationProblem, *, longest_seconds: float = 0.0
     sweep = Sweep(problem)
     best = sweep.best()
     decision = _placed(problem, sweep, best)
-    # The sweep divides the output that a tier ends in, and places do not: where that made it seem worth keeping, one less is better.
-    while best and (less := _placed(problem, sweep, best - 1)).seconds.total < decision.seconds.total * (1 - _SAME):
+    # The sweep divides the output that a tier ends in, and places do not: where that made it seem worth keeping, one less is better. Where
+    # it made no difference the sweep has said that it is not.
+    while best and decision.total > sweep.seconds(best) * (1 + _SAME):
+        less = _placed(problem, sweep, best - 1)
+        if less.total >= decision.total * (1 - _SAME):
+            break
         best, decision = best - 1, less
     shortest = decision
-    if decision.seconds.total < longest_seconds:
+    if decision.total < longest_seconds:
         for place in range(sweep.leanest(best, longest_seconds), best):
-            if (less := _placed(problem, sweep, place)).seconds.total <= longest_seconds:
+            if (less := _placed(problem, sweep, place)).total <= longest_seconds:
                 decision = less
                 break
     case: Case | None
@@ -208,7 +265,7 @@ def choose_retention(problem: ActivationProblem, *, longest_seconds: float = 0.0
     else:
         case = Case.INTERIOR
     memory_bound = best == sweep.last < sweep.places
-    return replace(decision, case=case, memory_bound=memory_bound, sweep=sweep, shortest_seconds=shortest.seconds.total)
+    return replace(decision, case=case, memory_bound=memory_bound, sweep=sweep, shortest_seconds=shortest.total)
 
 
 def forced_retention(problem: ActivationProblem, swapped_bytes: int) -> ActivationDecision:
@@ -218,13 +275,12 @@ def forced_retention(problem: ActivationProblem, swapped_bytes: int) -> Activati
         CapacityError: the tiers do not even hold the inputs of blocks.
     """
     sweep = Sweep(problem)
-    swapped = [sweep.amounts(place).swapped_bytes for place in range(sweep.last + 1)]
-    return _placed(problem, sweep, max(0, bisect_right(swapped, swapped_bytes) - 1))
+    return _placed(problem, sweep, _first(0, sweep.last, lambda place: sweep.amounts(place + 1).swapped_bytes > swapped_bytes))
 
 
 def _placed(problem: ActivationProblem, sweep: Sweep, place: int) -> ActivationDecision:
-    retention, amounts = place_outputs(problem, sweep.counts(place))
-    return ActivationDecision(retention, amounts, problem.evaluate(amounts))
+    kept, amounts = place_outputs(problem, sweep.counts(place))
+    return ActivationDecision(kept, amounts, problem.evaluate)
 
 
 def check_boundaries(problem: ActivationProblem, rooms: Sequence[int], where: str) -> None:
@@ -257,7 +313,7 @@ Piece = tuple[int, str | None]
 """A block, and the operator whose output of it is meant; None: the block's input."""
 
 
-def place_outputs(problem: ActivationProblem, counts: Mapping[str, int]) -> tuple[Retention, Amounts]:
+def place_outputs(problem: ActivationProblem, counts: Mapping[str, int]) -> tuple[Placed, Amounts]:
     """Blocks and tiers for so many outputs of each operator, and what that amounts to.
 
     An operator's blocks are spread evenly. From the last block on, which the backward needs first, inputs and then outputs stay on the
@@ -267,83 +323,135 @@ def place_outputs(problem: ActivationProblem, counts: Mapping[str, int]) -> tupl
     Args:
         counts: by label; in so many blocks an operator is kept.
     """
-    blocks = {label: frozenset(spread(count, problem.blocks)) for label, count in counts.items()}
-    order = [candidate for candidate in problem.by_benefit if candidate.label in blocks]
-    sizes: dict[str | None, int] = {candidate.label: candidate.bytes_per_block for candidate in order}
-    sizes[None] = problem.boundary_bytes
-    inputs: list[Piece] = [(block, None) for block in range(problem.blocks)]
-    outputs: list[Piece] = [
-        (block, candidate.label) for block in range(problem.blocks) for candidate in reversed(order) if block in blocks[candidate.label]
-    ]
-    tiers: dict[Piece, Tier] = {}
-    gpu_left = problem.gpu_bytes
-    for piece in (*reversed(inputs), *reversed(outputs)):
-        if sizes[piece[1]] <= gpu_left:
-            gpu_left -= sizes[piece[1]]
-            tiers[piece] = Tier.GPU
-    rooms = problem.ram_bytes, problem.ssd_bytes
-    for pieces in (inputs, outputs):
-        leaving = [piece for piece in pieces if piece not in tiers]
-        tiers.update(outside := dict(_outside(leaving, sizes, *rooms)))
-        ram, ssd = (sum(sizes[label] for (_, label), found in outside.items() if found is tier) for tier in (Tier.RAM, Tier.SSD))
-        rooms = rooms[0] - ram, rooms[1] - ssd
-    return settle(problem, tiers)
+    order = [candidate for candidate in problem.by_benefit if counts.get(candidate.label)]
+    sizes = {candidate.label: candidate.bytes_per_block for candidate in order}
+    every = tuple(range(problem.blocks))
+    kept = {label: every if counts[label] == problem.blocks else spread(counts[label], problem.blocks) for label in sizes}
+    found: Places = {tier: {label: [] for label in (None, *sizes)} for tier in Tier}
+    inputs, left = _inputs_on_device(problem)
+    found[Tier.GPU][None] = list(every[inputs:])
+    rooms = _outside({None: every[:inputs]}, [], {None: problem.boundary_bytes}, (problem.ram_bytes, problem.ssd_bytes), found)
+    below, rejected = _fill_device(problem.blocks, kept, sizes, left, found[Tier.GPU])
+    leaving = {label: blocks[: bisect_left(blocks, below)] for label, blocks in kept.items()}
+    _outside(leaving, rejected, sizes, rooms, found)
+    return settle(problem, found)
 
 
-def place_inputs(blocks: int, boundary_bytes: int, rooms: tuple[int, int, int]) -> Retention:
+Places = Mapping[Tier, dict[str | None, list[int]]]
+"""In which blocks an operator's outputs lie in a tier, ascending; None: the block's input."""
+
+
+def _inputs_on_device(problem: ActivationProblem) -> tuple[int, int]:
+    """The first block whose input stays on the device, and what is left there then."""
+    size = problem.boundary_bytes
+    stay = min(problem.blocks, max(0, problem.gpu_bytes) // size) if size else problem.blocks
+    return problem.blocks - stay, problem.gpu_bytes - stay * size
+
+
+def _fill_device(
+    blocks: int, kept: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int], left: int, found: dict[str | None, list[int]]
+) -> tuple[int, list[Piece]]:
+    """Put outputs on the device, from the last block on, while it has room.
+
+    Args:
+        kept: the blocks in which an operator's outputs are kept, in descending benefit.
+
+    Returns:
+        The block below which none found room, and what found none in it and above, in the order of the forward.
+    """
+    rejected: list[Piece] = []
+    smallest = min(sizes.values(), default=0)
+    some = {label: frozenset(places) for label, places in kept.items() if len(places) < blocks}
+    block = blocks
+    while block and left >= smallest:
+        block -= 1
+        for label, size in sizes.items():
+            if label in some and block not in some[label]:
+                continue
+            if size <= left:
+                left -= size
+                found[label].append(block)
+            else:
+                rejected.append((block, label))
+    for label in sizes:
+        found[label].reverse()
+    rejected.reverse()
+    return block, rejected
+
+
+def place_inputs(blocks: int, boundary_bytes: int, rooms: tuple[int, int, int]) -> Placed:
     """Where the inputs of blocks wait if nothing else is kept; those that no tier has room for are left on the device.
 
     Args:
         boundary_bytes: of one block's inputs.
         rooms: bytes of the device, host memory and the drives.
     """
+    return place_outputs(ActivationProblem((), blocks, boundary_bytes, *rooms, _NothingChosen()), {})[0]
 
-    def evaluate(_: Amounts) -> StepSeconds:
+
+class _NothingChosen:
+    def __call__(self, amounts: Amounts) -> StepSeconds:
         raise AssertionError("nothing is chosen")
 
-    retention, _ = place_outputs(ActivationProblem((), blocks, boundary_bytes, *rooms, evaluate), {})
-    return retention
+    def total(self, amounts: Amounts) -> float:
+        raise AssertionError("nothing is chosen")
 
 
-def _outside(pieces: Sequence[Piece], sizes: Mapping[str | None, int], ram: int, ssd: int) -> Iterator[tuple[Piece, Tier]]:
-    """Host memory or the drives, with so many bytes left in each, for pieces in the order of the forward."""
-    total = sum(sizes[label] for _, label in pieces)
+def _outside(
+    leaving: Mapping[Any, tuple[int, ...]], rejected: Sequence[Piece], sizes: Mapping[Any, int], rooms: tuple[int, int], found: Places
+) -> tuple[int, int]:
+    """Put outputs into host memory or on the drives; returns what is left of the rooms.
+
+    Args:
+        leaving: the blocks in which an operator's outputs leave the device, in descending benefit; None: inputs.
+        rejected: others that leave it, all of later blocks, in the order of the forward.
+    """
+    ram, ssd = rooms
+    in_ram, on_ssd = found[Tier.RAM], found[Tier.SSD]
+    total = sum([sizes[label] * len(blocks) for label, blocks in leaving.items()]) + sum([sizes[label] for _, label in rejected])
     over = max(0, total - ram)
+    if not over:
+        for label, blocks in leaving.items():
+            in_ram[label] = list(blocks)
+        for block, label in rejected:
+            in_ram[label].append(block)
+        return ram - total, ssd
+    by_block: dict[int, list[str | None]] = {}
+    for label in reversed(list(leaving)):
+        for block in leaving[label]:
+            by_block.setdefault(block, []).append(label)
+    pieces = [(block, label) for block in sorted(by_block) for label in by_block[block]]
+    pieces += rejected
     seen = on_drives = 0
-    for piece in pieces:
-        size = sizes[piece[1]]
+    for block, label in pieces:
+        size = sizes[label]
         seen += size
         # To the drives where their share of what was seen, over / total, is further from being met without this one than with it.
         wanted = on_drives + size <= over and over * seen >= total * (on_drives + size / 2)
         if size <= ssd and (wanted or size > ram):
             on_drives, ssd = on_drives + size, ssd - size
-            yield piece, Tier.SSD
+            on_ssd[label].append(block)
         elif size <= ram:
             ram -= size
-            yield piece, Tier.RAM
+            in_ram[label].append(block)
+    return ram, ssd
 
 
-def settle(problem: ActivationProblem, tiers: Mapping[Piece, Tier]) -> tuple[Retention, Amounts]:
-    """What so many pieces in their tiers are as a retention, and amount to. Every block's input is among the pieces."""
-
-    found: dict[tuple[str | None, Tier], list[int]] = {}
-    for (block, label), tier in sorted(tiers.items(), key=lambda item: item[0][0]):
-        found.setdefault((label, tier), []).append(block)
-
-    def at(label: str | None, tier: Tier) -> tuple[int, ...]:
-        return tuple(found.get((label, tier), ()))
-
-    by_tier = {tier: problem.boundary_bytes * len(at(None, tier)) for tier in Tier}
+def settle(problem: ActivationProblem, found: Places) -> tuple[Placed, Amounts]:
+    """What so many outputs in their tiers are as a decision, and amount to. Every block's input has a place."""
+    gpu, ram, ssd = (found[tier] for tier in Tier)
+    size = problem.boundary_bytes
+    gpu_bytes, ram_bytes, ssd_bytes = (size * len(tier.get(None, ())) for tier in (gpu, ram, ssd))
     operators, saved = [], 0.0
     for candidate in problem.candidates:
-        blocks = {tier: at(candidate.label, tier) for tier in Tier}
-        for tier in Tier:
-            by_tier[tier] += candidate.bytes_per_block * len(blocks[tier])
-        count = sum(map(len, blocks.values()))
-        saved += candidate.seconds_per_block * count
+        label = candidate.label
+        on_gpu, in_ram, on_ssd = gpu.get(label, ()), ram.get(label, ()), ssd.get(label, ())
+        count = len(on_gpu) + len(in_ram) + len(on_ssd)
         if count:
-            places = {f"{tier}_blocks": blocks[tier] for tier in Tier}
-            operators.append(KeptOperator(label=candidate.label, **places))
-    inputs = BlockTiers(ram_blocks=at(None, Tier.RAM), ssd_blocks=at(None, Tier.SSD))  # the others stay on the device
-    amounts = Amounts(by_tier[Tier.GPU], by_tier[Tier.RAM], by_tier[Tier.SSD], saved)
-    return Retention(operators=tuple(operators), boundaries=inputs), amounts
+            gpu_bytes += candidate.bytes_per_block * len(on_gpu)
+            ram_bytes += candidate.bytes_per_block * len(in_ram)
+            ssd_bytes += candidate.bytes_per_block * len(on_ssd)
+            saved += candidate.seconds_per_block * count
+            operators.append(PlacedOperator(label, tuple(on_gpu), tuple(in_ram), tuple(on_ssd)))
+    inputs = PlacedBlocks(ram_blocks=tuple(ram.get(None, ())), ssd_blocks=tuple(ssd.get(None, ())))  # the others stay on the device
+    return Placed(tuple(operators), inputs), Amounts(gpu_bytes, ram_bytes, ssd_bytes, saved)

@@ -50,5 +50,6 @@ def size_slots(units: Sequence[int], backward: Sequence[int], *, working: int, k
         kept: units that are kept at most.
     """
     own = tuple(dict.fromkeys(backward))[:kept]
-    others = [size for unit, size in enumerate(units) if unit not in own]
+    kept_units = frozenset(own)
+    others = [size for unit, size in enumerate(units) if unit not in kept_units]
     return SlotSizes(own, sum(units[unit] for unit in own), min(working, len(others)), max(others, default=0))

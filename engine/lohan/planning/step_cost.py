@@ -25,10 +25,13 @@ summed.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from lohan.config import Durability
-from lohan.planning.cost_model import Demand, PhaseSeconds, Rates, Term, linear_terms, phase_seconds, update_traffic
+from lohan.planning.cost_model import Demand, LinearTerms, PhaseSeconds, Rates, Term, update_traffic
 from lohan.planning.schedule import Begin, UpdateOrder
 from lohan.planning.state_form import StateForm
 
@@ -127,58 +130,92 @@ class StepCost:
 
     def __init__(self, setting: StepSetting, rates: Rates) -> None:
         self.setting, self.rates = setting, rates
+        self._terms = LinearTerms(rates)
+        self._passes = 2 if rates.on_cpu else 1
+        """How often a copy to or from the device touches a byte of host memory."""
+        self._first_bytes = setting.first_unit_share * setting.gradient_bytes
+        """Weights of the unit that the forward needs first; P16 is as large as G16."""
+        self._last_bytes = 0.0 if setting.order.begin is Begin.AFTER_BACKWARD else self._first_bytes
+        """Gradients that arrive when the backward has ended: none that updates would wait for where they all wait for that end."""
+        self._forward_weights = self._weights(max(0.0, setting.forward_weight_bytes - self._first_bytes))
+        self._backward_weights = self._weights(setting.backward_weight_bytes)
+        self._gradients = setting.gradient_bytes - self._last_bytes
+        self._norm_bytes = self._summed(self._gradients)
+        self._norm_seconds = self._norm_bytes / rates.gradient_norm
         updates = self.update_demand()
-        self._updates = linear_terms(updates, rates)
-        self._alone = phase_seconds(updates, rates).total
-        self._shares = _hidden_shares(setting)
-        self._copies = self._first_unit_copies()
-        self._first_update = phase_seconds(updates * setting.first_unit_share, rates).total
+        self._updates = self._terms(updates)
+        self._shared = [(number, slope) for number, slope in enumerate(self._updates) if slope]
+        """The terms that updates have a part of, and the updates' seconds."""
+        self._others: Callable[[Sequence[float]], tuple[float, ...]]
+        self._others = itemgetter(*(number for number, slope in enumerate(self._updates) if not slope))  # copies are among them: several
+        self._alone = max(self._updates)
+        self._is_left_over = not setting.reorders_left and setting.order.begin is not Begin.AFTER_BACKWARD
+        """Whether nothing hides the updates that are left at the backward's end."""
+        self._low, self._high = _hidden_shares(setting)
+        copies = self._first_unit_copies()
+        self._exposed = copies if self._is_left_over else max(self._terms(updates * setting.first_unit_share)) + copies
 
     def __call__(self, amounts: Amounts) -> StepSeconds:
         """See the module's text."""
-        setting = self.setting
-        forward, backward = linear_terms(self.forward_demand(amounts), self.rates), linear_terms(self.backward_demand(amounts), self.rates)
-        under_backward = [(base, slope) for (_, base), (_, slope) in zip(backward, self._updates, strict=True)]
-        if not setting.reorders_left and setting.order.begin is not Begin.AFTER_BACKWARD:
-            share = _least(*self._shares, under_backward, [(0.0, -self._alone)])
-            left = self._alone * (1 - share + setting.redone_share)
-            return StepSeconds(_phase(forward, self._updates, 0.0), _phase(backward, self._updates, share), left + self._copies, share)
-        rest = 1 - setting.first_unit_share + setting.redone_share
-        under_forward = [(base + rest * slope, -slope) for (_, base), (_, slope) in zip(forward, self._updates, strict=True)]
-        share = _least(*self._shares, under_backward, under_forward)
+        forward, backward = self._terms(self.forward_demand(amounts)), self._terms(self.backward_demand(amounts))
+        share, under_forward, exposed = self._divided(forward, backward)
         return StepSeconds(
-            forward=_phase(forward, self._updates, rest - share),
-            backward=_phase(backward, self._updates, share),
-            exposed_seconds=self._first_update + self._copies,
+            forward=PhaseSeconds.of([base + under_forward * slope for base, slope in zip(forward, self._updates, strict=True)]),
+            backward=PhaseSeconds.of([base + share * slope for base, slope in zip(backward, self._updates, strict=True)]),
+            exposed_seconds=exposed,
             updated_share=share,
         )
 
+    def total(self, amounts: Amounts) -> float:
+        """`StepSeconds.total`, to the bit, with nothing made for it."""
+        forward, backward = self._terms(self.forward_demand(amounts)), self._terms(self.backward_demand(amounts))
+        share, under_forward, exposed = self._divided(forward, backward)
+        first = max([*self._others(forward), *[forward[number] + under_forward * slope for number, slope in self._shared]])
+        second = max([*self._others(backward), *[backward[number] + share * slope for number, slope in self._shared]])
+        return first + second + exposed
+
+    def _divided(self, forward: Sequence[float], backward: Sequence[float]) -> tuple[float, float, float]:
+        """The shares of the updates that are done in the backward and in the forward, and the seconds that nothing hides."""
+        redone, low, high = self.setting.redone_share, self._low, self._high
+        rest = 1 - self.setting.first_unit_share + redone
+        share = low
+        if high > low:
+            under_backward = self._lines(backward, 0.0, 1.0)
+            other = [(0.0, -self._alone)] if self._is_left_over else self._lines(forward, rest, -1.0)
+            share = _least(low, high, under_backward, other)
+        if self._is_left_over:
+            return share, 0.0, self._alone * (1 - share + redone) + self._exposed
+        return share, rest - share, self._exposed
+
+    def _lines(self, bases: Sequence[float], at_zero: float, sign: float) -> list[_Line]:
+        """A phase's terms as functions of the share; of those that updates have no part of the largest alone."""
+        lines = [(bases[number] + at_zero * slope, sign * slope) for number, slope in self._shared]
+        lines.append((max(self._others(bases)), 0.0))
+        return lines
+
     def forward_demand(self, amounts: Amounts) -> Demand:
         """Equation 4's terms: weights in, but the first unit's, activations out, and on to the drives."""
-        setting = self.setting
-        weights, read = self._weights(max(0.0, setting.forward_weight_bytes - self._first_bytes))
-        swapped = amounts.swapped_bytes
+        (weights, read), swapped, on_drives = self._forward_weights, amounts.ram_bytes + amounts.ssd_bytes, amounts.ssd_bytes
         return Demand(
-            gpu_seconds=setting.forward_seconds,
+            gpu_seconds=self.setting.forward_seconds,
             m2g_bytes=weights,
             g2m_bytes=swapped,
             ssd_read_bytes=read,
-            ssd_written_bytes=amounts.ssd_bytes,
-            host_memory_bytes=self._passes * (weights + swapped) + read + amounts.ssd_bytes,
+            ssd_written_bytes=on_drives,
+            host_memory_bytes=self._passes * (weights + swapped) + read + on_drives,
         )
 
     def backward_demand(self, amounts: Amounts) -> Demand:
         """Equation 5's terms without the states: weights and activations in, gradients out, but the last unit's, and their norms."""
-        setting = self.setting
-        weights, read = self._weights(setting.backward_weight_bytes)
-        swapped, gradients = amounts.swapped_bytes, setting.gradient_bytes - self._last_bytes
+        (weights, read), swapped, on_drives = self._backward_weights, amounts.ram_bytes + amounts.ssd_bytes, amounts.ssd_bytes
+        gradients = self._gradients
         return Demand(
-            gpu_seconds=setting.backward_seconds - amounts.saved_seconds,
+            gpu_seconds=self.setting.backward_seconds - amounts.saved_seconds,
             m2g_bytes=weights + swapped,
             g2m_bytes=gradients,
-            ssd_read_bytes=read + amounts.ssd_bytes,
-            host_memory_bytes=self._passes * (weights + swapped + gradients) + self._summed(gradients) + read + amounts.ssd_bytes,
-            cpu_seconds=self._summed(gradients) / self.rates.gradient_norm,
+            ssd_read_bytes=read + on_drives,
+            host_memory_bytes=self._passes * (weights + swapped + gradients) + self._norm_bytes + read + on_drives,
+            cpu_seconds=self._norm_seconds,
         )
 
     def update_demand(self) -> Demand:
@@ -206,8 +243,8 @@ class StepCost:
         update = setting.trainable_parameters / rates.update_elements
         sums = 0.0 if setting.durability is Durability.NONE else written / rates.checksum
         if setting.order.chunks_in_flight > 1:
-            return phase_seconds(Demand(ssd_read_bytes=read, ssd_written_bytes=written, cpu_seconds=update + sums), rates).total
-        reading, writing = (phase_seconds(way, rates).total for way in (Demand(ssd_read_bytes=read), Demand(ssd_written_bytes=written)))
+            return max(self._terms(Demand(ssd_read_bytes=read, ssd_written_bytes=written, cpu_seconds=update + sums)))
+        reading, writing = (max(self._terms(way)) for way in (Demand(ssd_read_bytes=read), Demand(ssd_written_bytes=written)))
         return reading + update + max(writing, sums)
 
     def _weights(self, bytes: float) -> tuple[float, float]:
@@ -215,24 +252,9 @@ class StepCost:
         read = self.setting.read_share * bytes
         return (bytes - read if self.rates.on_cpu else bytes), read
 
-    @property
-    def _passes(self) -> int:
-        """How often a copy to or from the device touches a byte of host memory."""
-        return 2 if self.rates.on_cpu else 1
-
     def _summed(self, gradients: float) -> float:
         """Bytes of gradients whose norm the CPU takes."""
         return gradients if self.rates.on_cpu else 0.0
-
-    @property
-    def _first_bytes(self) -> float:
-        """Weights of the unit that the forward needs first; P16 is as large as G16."""
-        return self.setting.first_unit_share * self.setting.gradient_bytes
-
-    @property
-    def _last_bytes(self) -> float:
-        """Gradients that arrive when the backward has ended: none that updates would wait for where they all wait for that end."""
-        return 0.0 if self.setting.order.begin is Begin.AFTER_BACKWARD else self._first_bytes
 
     def _first_unit_copies(self) -> float:
         """Gradients out, their norm, and weights in, of the unit that is the last to arrive and the first to be needed."""
@@ -240,7 +262,7 @@ class StepCost:
         last = self._last_bytes
         norm = Demand(cpu_seconds=self._summed(last) / self.rates.gradient_norm)
         ways = Demand(g2m_bytes=last), norm, Demand(m2g_bytes=weights, ssd_read_bytes=read)
-        return sum(phase_seconds(way, self.rates).total for way in ways)
+        return sum(max(self._terms(way)) for way in ways)
 
 
 def _hidden_shares(setting: StepSetting) -> tuple[float, float]:
@@ -251,17 +273,8 @@ def _hidden_shares(setting: StepSetting) -> tuple[float, float]:
     return min(high, max(0.0, 1 - setting.gradient_buffers / setting.trainable_units)), high
 
 
-_Terms = tuple[tuple[Term, float], ...]
 _Line = tuple[float, float]
 """A linear function: its value at 0, and its slope."""
-
-
-def _phase(fixed: _Terms, shared: _Terms, share: float) -> PhaseSeconds:
-    """The time of a phase in which that share of something else is done too."""
-    seconds = dict.fromkeys(Term, 0.0)
-    for (term, base), (_, slope) in zip(fixed, shared, strict=True):
-        seconds[term] = max(seconds[term], base + share * slope)
-    return PhaseSeconds(seconds)
 
 
 def _least(low: float, high: float, *sums: list[_Line]) -> float:
@@ -272,8 +285,15 @@ def _least(low: float, high: float, *sums: list[_Line]) -> float:
     """
 
     def at(place: float) -> _Line:
-        tops = [max((value + slope * place, slope) for value, slope in lines) for lines in sums]
-        return sum(value for value, _ in tops), sum(slope for _, slope in tops)
+        total, total_slope = 0.0, 0.0
+        for lines in sums:
+            top, steepest = -math.inf, 0.0
+            for value, slope in lines:
+                here = value + slope * place
+                if here > top or (here == top and slope > steepest):
+                    top, steepest = here, slope
+            total, total_slope = total + top, total_slope + steepest
+        return total, total_slope
 
     left, right = at(low), at(high)
     if high <= low or left[1] > 0:

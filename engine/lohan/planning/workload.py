@@ -7,8 +7,10 @@ needs neither torch nor the model.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from functools import cached_property
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
@@ -130,11 +132,18 @@ class Workload(BaseModel):
     head_flops_per_token: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     """Of the output projection's forward."""
 
-    @property
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's; what was derived from this one is derived again."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in ("parameters", "blocks", "digest"):
+            copied.__dict__.pop(name, None)
+        return copied
+
+    @cached_property
     def parameters(self) -> int:
         return sum(unit.parameters for unit in self.units)
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """How many blocks the model has."""
         return sum(unit.kind is UnitKind.BLOCK for unit in self.units)
@@ -170,7 +179,7 @@ class Workload(BaseModel):
         embedding only looks rows up. A training step's TFLOPS count three times this, however much is recomputed."""
         return self.blocks * self.block_forward_flops(rows, length) + self.head_forward_flops(rows, length)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
