@@ -32,14 +32,14 @@ class Precision(StrEnum):
 
 
 class KernelSet(StrEnum):
-    """What computes norms, gated activations and rotary positions: each is one operator, or several of torch's."""
+    """What computes norms, gated activations, rotary positions and the loss: each is one operator, or several of torch's."""
 
     AUTO = "auto"
     """The fastest that was measured here; without a measurement `compiled` where a GPU can compile, else `torch`."""
     TORCH = "torch"
     """The model's own code, operator by operator."""
     LIGER = "liger"
-    """Liger's Triton kernels; a GPU with the package `liger-kernel`."""
+    """Liger's Triton kernels, and for the loss what torch compiles; a GPU with the package `liger-kernel`."""
     COMPILED = "compiled"
     """The model's formulas, compiled by torch for a GPU. On a CPU each is still one operator, and computed as it is written."""
 

@@ -21,9 +21,11 @@ from transformers import (
 
 from lohan.config import KernelSet, Precision
 from lohan.errors import ConfigError, EngineError
+from lohan.models import kernels_compiled
 from lohan.models.blocks import trace_workload
 from lohan.models.kernel_operators import OPERATORS
-from lohan.models.kernels import install_kernels, resolve_kernels, usable_kernels
+from lohan.models.kernels import NO_LABEL, cross_entropy_sum, install_kernels, resolve_kernels, usable_kernels
+from lohan.models.operators import operator_name
 from lohan.planning.footprint import measure
 from lohan.planning.retention import BlockTiers, Retention
 from lohan.streaming.parameters import DebugMode
@@ -94,6 +96,64 @@ def test_operators_keep_torchs_rules(name):
         else ("test_schema", "test_faketensor", "test_autograd_registration")
     )
     torch.library.opcheck(getattr(OPERATORS, name).default, (*arguments, "compiled"), test_utils=utils)
+
+
+LABELS = torch.tensor([3, 0, NO_LABEL, 15, 7])
+
+
+def test_the_loss_keeps_torchs_rules():
+    logits, normalizers = torch.randn(5, 16, requires_grad=True), torch.randn(5)
+    utils = ("test_schema", "test_faketensor")
+    arguments = (logits, LABELS, NO_LABEL, "compiled")
+    torch.library.opcheck(OPERATORS.cross_entropy.default, arguments, test_utils=(*utils, "test_autograd_registration"))
+    backward = (torch.tensor(0.5), logits.detach(), LABELS, normalizers, NO_LABEL, "compiled")
+    torch.library.opcheck(OPERATORS.cross_entropy_backward.default, backward, test_utils=utils)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_has_the_bits_of_torchs_own(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(5, 300).mul(4).to(dtype).requires_grad_()
+    found = []
+    for kernels in BOTH:
+        loss = cross_entropy_sum(logits, LABELS, kernels)
+        found.append((loss, *torch.autograd.grad(loss / 7, logits)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not found[0][1][2].any(), "a row without a label"
+
+
+def test_what_is_compiled_for_the_loss_is_cross_entropy():
+    """The formulas themselves, which only a GPU compiles."""
+    torch.manual_seed(0)
+    logits, counted, labels = torch.randn(5, 300).mul(4), LABELS != NO_LABEL, LABELS.clamp(min=0)
+    losses, normalizers = kernels_compiled._losses(logits, labels, counted)
+    exact = logits.double().requires_grad_()
+    rows = torch.nn.functional.cross_entropy(exact, LABELS, ignore_index=NO_LABEL, reduction="none")
+    torch.testing.assert_close(losses.double(), rows.detach(), rtol=1e-5, atol=1e-6)
+    (expected,) = torch.autograd.grad(rows.sum() / 7, exact)
+    gradient = kernels_compiled._of_losses(logits, labels, torch.where(counted, torch.tensor(1 / 7), 0.0), normalizers)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_fused_loss_makes_no_copies_of_the_logits(tmp_path):
+    """As large as they are the projection's outputs (the recomputation's among them) and their gradient; nothing else."""
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                is_matrix = isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.shape[1] == VOCABULARY
+                if is_matrix and tensor.shape[0] != 64 and not function.is_view:
+                    made.append((operator_name(function), tensor.dtype))
+            return result
+
+    model = make_llama()
+    with open_session(model, adamw(model), tmp_path, kernels="compiled", precision=Precision.BF16), Watch():
+        model(**make_batches(1)[0]).loss.backward()
+    names = [name for name, _ in made if name]
+    assert names == ["matmul", "matmul", "cross_entropy_backward"], made
+    assert {dtype for _, dtype in made} == {torch.bfloat16}
 
 
 def outputs_and_gradients(model: nn.Module, part: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from lohan.config import KernelSet, Precision
 from lohan.models.block_times import measure_block
 from lohan.models.blocks import trace_workload
 from lohan.models.kernel_operators import OPERATORS
-from lohan.models.kernels import usable_kernels, why_unusable
+from lohan.models.kernels import NO_LABEL, cross_entropy_sum, usable_kernels, why_unusable
 from lohan.planning.retention import BlockTiers, Retention
 from lohan.streaming.kept_tensors import checksum
 from lohan.streaming.parameters import DebugMode
@@ -125,6 +125,62 @@ def test_rotary(heads, width, positions, dtype, kernels):
             exact, size = given.double() * c + turned * s, (given.double() * c).abs() + (turned * s).abs()
             assert found.shape == given.shape
             assert_within(found, exact, size, 3 * UNIT[dtype])
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("shape", [(1, 300), (2, 1000), (37, 32000), (1048, 32001)])
+def test_cross_entropy(shape, dtype, kernels):
+    """Roundings: of the gradient; sums over a row and over tokens are fp32's, and so is the difference whose exponential is taken."""
+    tokens, width = shape
+    logits = (4 * random(*shape, dtype=torch.float32)).to(dtype)
+    labels = torch.randint(width, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    if tokens > 1:
+        labels[tokens // 2] = NO_LABEL
+    gradient = torch.tensor(1 / 7, device="cuda")
+    total, normalizers = call(OPERATORS.cross_entropy, [logits, labels], NO_LABEL, str(kernels))
+    (of_logits,) = call(OPERATORS.cross_entropy_backward, [gradient, logits, labels, normalizers], NO_LABEL, str(kernels))
+    x, counted = logits.double(), labels != NO_LABEL
+    exact = x.logsumexp(-1)
+    at_label = x.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    losses = torch.where(counted, exact - at_label, 0.0)
+    row = (width + 256) * 2.0**-24
+    assert (total.dtype, of_logits.dtype, of_logits.shape) == (torch.float32, dtype, logits.shape)
+    assert_within(normalizers, exact, exact.abs() + 1, row)
+    assert_within(total, losses.sum(), (exact.abs() + at_label.abs() + 1).sum(), row + (tokens + 16) * 2.0**-24)
+    chances = (x - exact.unsqueeze(1)).exp()
+    is_label = torch.arange(width, device="cuda") == labels.unsqueeze(1)
+    scale = torch.where(counted, gradient.double(), 0.0).unsqueeze(1)
+    assert_within(of_logits, (chances - is_label.double()) * scale, (chances + is_label) * scale, 2 * UNIT[dtype] + 2 * row)
+
+
+def test_the_loss_of_a_chunk_takes_its_logits_and_their_gradient(kernels):
+    """What the plan counts: two copies of a chunk's logits in their own type."""
+    logits = random(512, 32000, dtype=torch.bfloat16).requires_grad_()
+    labels = torch.arange(512, device="cuda")
+    torch.autograd.grad(cross_entropy_sum(logits, labels, kernels), logits)  # compiled before it is measured
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(cross_entropy_sum(logits, labels, kernels), logits)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= 1.1 * 2 * logits.numel(), "the gradient alone: the logits were there before"
+
+
+@pytest.mark.parametrize("first", [(2, 2), (2000, 50)])
+def test_the_chunk_that_comes_first_changes_no_bit_of_the_loss(first):
+    from lohan.models import kernels_compiled
+
+    def results(tokens: int) -> list[torch.Tensor]:
+        logits, labels = random(tokens, 1000, dtype=torch.bfloat16), torch.arange(tokens, device="cuda") % 1000
+        total, normalizers = OPERATORS.cross_entropy(logits, labels, NO_LABEL, "compiled")
+        return [total, normalizers, OPERATORS.cross_entropy_backward(total, logits, labels, normalizers, NO_LABEL, "compiled")]
+
+    kernels_compiled._compiled.clear()
+    expected = results(777)
+    kernels_compiled._compiled.clear()
+    for tokens in first:
+        results(tokens)
+    assert all(torch.equal(one, other) for one, other in zip(expected, results(777), strict=True))
 
 
 @pytest.mark.parametrize("first", [(1, 2), (3, 50), (2, 5000)])

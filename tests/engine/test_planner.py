@@ -115,6 +115,25 @@ def test_bytes_of_a_7b_model_on_a_gpu():
     assert all(tier.used_bytes <= tier.capacity_bytes for tier in plan.tiers)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "precision", "gpu_gib", "bytes_per_logit"),
+    [
+        ("torch", "bf16", 24, 16),
+        ("auto", "bf16", 24, 16),
+        ("liger", "bf16", 24, 4),
+        ("compiled", "bf16", 24, 4),
+        ("compiled", "fp32", 48, 8),
+        ("compiled", "bf16", None, 16),
+    ],
+)
+def test_a_fused_loss_holds_a_logit_and_its_gradient(kernels, precision, gpu_gib, bytes_per_logit):
+    """Of kernels that are still open the most is counted; a CPU computes fused formulas with torch's own operators."""
+    engine = EngineSection(durability="none", kernels=kernels)
+    plan = plan_of(hardware=machine(gpu_gib=gpu_gib), engine=engine, precision=precision)
+    held = items(plan, Tier.RAM if gpu_gib is None else Tier.GPU)["loss head chunk"]
+    assert held == (32 * 1024**2 // 32000) * 32000 * bytes_per_logit
+
+
 def test_items_print_how_they_come_about():
     plan = plan_of(hardware=NO_ROOM)
     slots = next(item for item in plan.tier(Tier.GPU).items if item.name == "parameter slots")

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._ops import OpOverload
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +22,7 @@ from lohan.config import KernelSet, Precision
 from lohan.hardware.profile import BlockTimes, Measured
 from lohan.models.block_inputs import block_arguments
 from lohan.models.blocks import find_units, first_block, output_projection, trace_workload
-from lohan.models.kernels import install_kernels, resolve_kernels
+from lohan.models.kernels import cross_entropy_sum, install_kernels, resolve_kernels
 from lohan.models.load import empty_model
 from lohan.models.operators import BlockOperators
 from lohan.planning.footprint import LOSS_CHUNK_LOGITS
@@ -83,7 +82,7 @@ def measure_block(
     head_passes = []
     if projection is not None:
         before = [module for unit in units if unit.kind is UnitKind.HEAD for _, module in unit.modules if module is not projection]
-        head_passes = repeat(_HeadPasses(before, projection, hidden).time_passes)
+        head_passes = repeat(_HeadPasses(before, projection, hidden, kernels).time_passes)
     return BlockTimes(
         workload_digest=workload.digest,
         kernels=str(kernels),
@@ -244,7 +243,8 @@ class _HeadPasses:
     """What follows the blocks: final norm, output projection and loss, recomputed in the backward, the loss over chunks of tokens. That is
     the engine's loss head for the families it knows; for others it computes all logits at once."""
 
-    def __init__(self, before: Sequence[nn.Module], projection: nn.Linear, hidden: torch.Tensor) -> None:
+    def __init__(self, before: Sequence[nn.Module], projection: nn.Linear, hidden: torch.Tensor, kernels: KernelSet) -> None:
+        self._kernels = kernels
         for module in (*before, projection):
             _put_weights(module, hidden.device, hidden.dtype)
         self._before, self._projection, self._hidden = before, projection, hidden
@@ -274,7 +274,7 @@ class _HeadPasses:
         return torch.stack(sums).sum() / len(self._labels)
 
     def _loss_sum(self, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(self._projection(states).float(), labels, reduction="sum")
+        return cross_entropy_sum(self._projection(states), labels, self._kernels)
 
 
 def _put_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

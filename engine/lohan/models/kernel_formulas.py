@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+_SUM = 2
+"""Of a loss over its rows, as torch's operators number it."""
+
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """`hidden` (…, H) over the root of its rows' mean square, times `weight` (H); and the fp32 factor of each row (…, 1)."""
@@ -52,6 +55,27 @@ def rotary_backward(
     """The gradients of queries and keys, from those of the turned ones."""
     cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
     return _rotate_back(of_query, cosines, sines), _rotate_back(of_key, cosines, sines)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of -log softmax(`logits`) (N, V) at `labels` (N) but those that are `ignored`, and the log of each row's sum of exponentials
+    (N); both in fp32."""
+    working = logits.float()
+    return functional.cross_entropy(working, labels, ignore_index=ignored, reduction="sum"), torch.logsumexp(working, -1)
+
+
+def cross_entropy_backward(
+    gradient: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, normalizers: torch.Tensor, ignored: int
+) -> torch.Tensor:
+    """The gradient of `logits`, from that of the sum.
+
+    Args:
+        normalizers: the rows' logs of sums; autograd's steps take softmax's own instead, and so does this.
+    """
+    chances = torch.log_softmax(logits.float(), -1)
+    of_chances = torch.ops.aten.nll_loss_backward(gradient, chances, labels, None, _SUM, ignored, normalizers.new_ones(()))
+    of_working: torch.Tensor = torch.ops.aten._log_softmax_backward_data(of_chances, chances, -1, torch.float32)  # noqa: SLF001
+    return of_working.to(logits.dtype)
 
 
 def _rotate(tensor: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:

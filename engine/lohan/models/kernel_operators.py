@@ -1,4 +1,5 @@
-"""Fused operators for norms, gated activations and rotary positions: `rms_norm`, `swiglu` and `rotary`, each with its gradient.
+"""Fused operators for norms, gated activations, rotary positions and the loss, each with its gradient: `rms_norm`, `swiglu`, `rotary` and
+`cross_entropy`.
 
 Each is one operator to whatever watches a model compute: traces, plans and kept outputs name it by one label, whichever kernels do its
 work. None writes to what it is given or returns memory of it. Autograd saves inputs and outputs alone, so a recomputation whose outputs
@@ -40,6 +41,12 @@ class _Kernels(Protocol):
         self, of_query: torch.Tensor, of_key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def cross_entropy_backward(
+        self, gradient: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, normalizers: torch.Tensor, ignored: int
+    ) -> torch.Tensor: ...
+
 
 def _kernels(tensor: torch.Tensor, kernels: str) -> _Kernels:
     """Those of the set, where a GPU computes."""
@@ -68,6 +75,12 @@ torch.library.define(
 torch.library.define(
     "lohan::rotary_backward",
     "(Tensor of_query, Tensor of_key, Tensor cosines, Tensor sines, str kernels) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+torch.library.define("lohan::cross_entropy", "(Tensor logits, Tensor labels, int ignored, str kernels) -> (Tensor, Tensor)", tags=_TAGS)
+torch.library.define(
+    "lohan::cross_entropy_backward",
+    "(Tensor gradient, Tensor logits, Tensor labels, Tensor normalizers, int ignored, str kernels) -> Tensor",
     tags=_TAGS,
 )
 
@@ -108,6 +121,18 @@ def _rotary_backward(
     return _kernels(of_query, kernels).rotary_backward(of_query, of_key, cosines, sines)
 
 
+@torch.library.impl("lohan::cross_entropy", "default")
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignored: int, kernels: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _kernels(logits, kernels).cross_entropy(logits, labels, ignored)
+
+
+@torch.library.impl("lohan::cross_entropy_backward", "default")
+def _cross_entropy_backward(
+    gradient: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, normalizers: torch.Tensor, ignored: int, kernels: str
+) -> torch.Tensor:
+    return _kernels(logits, kernels).cross_entropy_backward(gradient, logits, labels, normalizers, ignored)
+
+
 def _like_tokens(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor with (rows, heads, tokens, D) laid out token by token, as all implementations return it."""
     rows, heads, length, width = tensor.shape
@@ -128,6 +153,14 @@ torch.library.register_fake("lohan::swiglu", lambda gate, *_: torch.empty_like(g
 torch.library.register_fake("lohan::swiglu_backward", lambda _, gate, up, *__: (torch.empty_like(gate), torch.empty_like(up)))
 torch.library.register_fake("lohan::rotary", _fake_rotary)
 torch.library.register_fake("lohan::rotary_backward", _fake_rotary)
+
+
+def _fake_cross_entropy(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.new_empty((), dtype=torch.float32), logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+torch.library.register_fake("lohan::cross_entropy", _fake_cross_entropy)
+torch.library.register_fake("lohan::cross_entropy_backward", lambda _, logits, *__: torch.empty_like(logits))
 
 
 def _save_rms_norm(ctx: Any, inputs: Any, output: Any) -> None:
@@ -162,9 +195,23 @@ def _backward_rotary(ctx: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> 
     return of_query, of_key, None, None, None
 
 
+def _save_cross_entropy(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, labels, ctx.ignored, ctx.kernels = inputs
+    normalizers = output[1]
+    ctx.mark_non_differentiable(normalizers)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, labels, normalizers)
+
+
+def _backward_cross_entropy(ctx: Any, gradient: torch.Tensor, _: None) -> Any:
+    of_logits = torch.ops.lohan.cross_entropy_backward(gradient, *ctx.saved_tensors, ctx.ignored, ctx.kernels)
+    return of_logits, None, None, None
+
+
 torch.library.register_autograd("lohan::rms_norm", _backward_rms_norm, setup_context=_save_rms_norm)
 torch.library.register_autograd("lohan::swiglu", _backward_swiglu, setup_context=_save_swiglu)
 torch.library.register_autograd("lohan::rotary", _backward_rotary, setup_context=_save_rotary)
+torch.library.register_autograd("lohan::cross_entropy", _backward_cross_entropy, setup_context=_save_cross_entropy)
 
 OPERATORS: Any = torch.ops.lohan
 """The operators; the last argument of each is the kernel set."""

@@ -18,11 +18,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from lohan.config import KernelSet
 from lohan.errors import ConfigError
 from lohan.models import kernel_formulas
 from lohan.models.kernel_operators import OPERATORS
+
+NO_LABEL = torch.iinfo(torch.int64).min
+"""Kept tokens all have a label; a batch without any keeps one token under this one, so that its loss is a 0 with a gradient of 0."""
 
 _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _ROTATION = "apply_rotary_pos_emb"  # what an attention's forward calls, out of its Python module
@@ -65,6 +69,17 @@ def resolve_kernels(kernels: KernelSet, device: torch.device, planned: str = Ker
     return kernels
 
 
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, kernels: KernelSet) -> torch.Tensor:
+    """The sum, in fp32, of the cross-entropies of `logits` (N, V) with `labels` (N), but for those that are `NO_LABEL`.
+
+    Where a GPU computes with fused kernels, logits are read once, and their gradient is written once: torch's own make five fp32 copies.
+    """
+    if kernels is KernelSet.TORCH:
+        return functional.cross_entropy(logits.float(), labels, ignore_index=NO_LABEL, reduction="sum")
+    total: torch.Tensor = OPERATORS.cross_entropy(logits, labels, NO_LABEL, str(kernels))[0]
+    return total
+
+
 @cache
 def why_unusable(kernels: KernelSet, device: torch.device) -> str:
     """Why a set cannot run on `device`; empty where it can. On a GPU each set but torch's is tried once."""
@@ -73,6 +88,8 @@ def why_unusable(kernels: KernelSet, device: torch.device) -> str:
             return f"Liger's kernels need a GPU, and the device is {device}"
         if find_spec("liger_kernel") is None:
             return "the package liger-kernel is not installed (pip install 'lohan[gpu]')"
+        if reason := why_unusable(KernelSet.COMPILED, device):
+            return f"torch's compiler makes its loss, and {reason}"
     if kernels is KernelSet.TORCH or device.type != "cuda":
         return ""
     try:

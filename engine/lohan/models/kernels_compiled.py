@@ -19,6 +19,8 @@ from lohan.models import kernel_formulas as formulas
 
 _EXAMPLE_SIZES = {1: (2048,), 2: (4, 512)}
 """What the compiler takes for the number of tokens, or of rows and of tokens in each; in how many parts a sum is cut follows from it."""
+_EXAMPLE_LOGITS = 2**23
+"""Where each token has as many elements as the vocabulary, there are so many of both together: a quarter of a chunk of the loss head."""
 _FEWEST_TOKENS = 2
 """The compiler takes a size of 1 for a constant."""
 _MOST_ELEMENTS = 2**31 - 1
@@ -69,6 +71,43 @@ def rotary_backward(
     return turned
 
 
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kernel_formulas.cross_entropy`; logits are read once, in their own type, and nothing as large is written."""
+    counted = labels != ignored
+    losses, normalizers = _run(_losses, 1, [logits, torch.where(counted, labels, 0), counted], example_tokens=_example_tokens(logits))
+    return losses.sum(), normalizers
+
+
+def cross_entropy_backward(
+    gradient: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, normalizers: torch.Tensor, ignored: int
+) -> torch.Tensor:
+    """As `kernel_formulas.cross_entropy_backward`; logits are read once, and their gradient is written once."""
+    counted = labels != ignored
+    given = [logits, torch.where(counted, labels, 0), torch.where(counted, gradient, 0.0), normalizers]
+    of_logits: torch.Tensor = _run(_of_losses, 1, given, example_tokens=_example_tokens(logits))
+    return of_logits
+
+
+def _example_tokens(logits: torch.Tensor) -> int:
+    return max(_FEWEST_TOKENS, _EXAMPLE_LOGITS // logits.shape[-1])
+
+
+# The formulas of `kernel_formulas` go through torch's own operators, which make fp32 copies of all logits.
+def _losses(logits: torch.Tensor, labels: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row, 0 where it is not counted; and its log of the sum of exponentials."""
+    working = logits.float()
+    normalizers = torch.logsumexp(working, -1)
+    at_label = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1).float()
+    return torch.where(counted, normalizers - at_label, 0.0), normalizers
+
+
+def _of_losses(logits: torch.Tensor, labels: torch.Tensor, gradients: torch.Tensor, normalizers: torch.Tensor) -> torch.Tensor:
+    """The gradient of the logits from those of the rows' losses."""
+    chances = torch.exp(logits.float() - normalizers.unsqueeze(-1))
+    is_label = torch.arange(logits.shape[-1], device=logits.device) == labels.unsqueeze(-1)
+    return (torch.where(is_label, chances - 1.0, chances) * gradients.unsqueeze(-1)).to(logits.dtype)
+
+
 def _rms_norm_backward(gradient: torch.Tensor, hidden: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> Any:
     return formulas.rms_norm_backward(gradient, hidden, weight, scale)
 
@@ -86,32 +125,36 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _run(formula: Callable[..., Any], leading: int, by_token: Sequence[torch.Tensor], *others: Any) -> Any:
+def _run(
+    formula: Callable[..., Any], leading: int, by_token: Sequence[torch.Tensor], *others: Any, example_tokens: int | None = None
+) -> Any:
     """`formula(*by_token, *others)`, compiled.
 
     Args:
         leading: how many dimensions of `by_token` count tokens: 1, or 2, rows and tokens in each.
         by_token: tensors of any number of tokens.
         others: tensors and numbers, which every token shares.
+        example_tokens: in place of the usual number; always the same for tensors of one form.
     """
+    sizes = _EXAMPLE_SIZES[leading] if example_tokens is None else (example_tokens,)
     given = [tensor.contiguous() for tensor in by_token]
     with torch.no_grad():
         if given[0].shape[leading - 1] < _FEWEST_TOKENS or max(tensor.numel() for tensor in given) > _MOST_ELEMENTS:
             return formula(*given, *others)
         key = (formula, *[_form(tensor, leading) for tensor in given], *[_form(value, 0) for value in others])
         if _get_current_dispatch_mode() is None:
-            return _function(key, leading, given, others)(*given, *others)
+            return _function(key, sizes, given, others)(*given, *others)
         # Modes that watch the operator from outside would keep it from being compiled.
         with _disable_current_modes():
-            return _function(key, leading, given, others)(*given, *others)
+            return _function(key, sizes, given, others)(*given, *others)
 
 
-def _function(key: tuple[Any, ...], leading: int, given: Sequence[torch.Tensor], others: Sequence[Any]) -> Callable[..., Any]:
+def _function(key: tuple[Any, ...], sizes: Sequence[int], given: Sequence[torch.Tensor], others: Sequence[Any]) -> Callable[..., Any]:
     """What `key`, the formula first, is compiled to."""
     function = _compiled.get(key)
     if function is None:
         function = _compile(key[0])
-        examples = [_example(tensor, leading) for tensor in given]
+        examples = [_example(tensor, sizes) for tensor in given]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler about its own code
             function(*examples, *[value.detach() if isinstance(value, torch.Tensor) else value for value in others])
@@ -135,10 +178,10 @@ def _compile(formula: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _example(tensor: torch.Tensor, leading: int) -> torch.Tensor:
+def _example(tensor: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     """Zeros in the form of `tensor`, with any number of tokens."""
-    sizes = [1 if size == 1 else example for size, example in zip(tensor.shape, _EXAMPLE_SIZES[leading], strict=False)]
-    example = tensor.new_zeros(*sizes, *tensor.shape[leading:])
+    sizes = [1 if size == 1 else example for size, example in zip(tensor.shape, tokens, strict=False)]
+    example = tensor.new_zeros(*sizes, *tensor.shape[len(tokens) :])
     for place, size in enumerate(sizes):
         if size > 1:
             torch._dynamo.mark_dynamic(example, place)  # noqa: SLF001 - documented under this name

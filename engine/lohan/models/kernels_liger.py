@@ -2,6 +2,9 @@
 
 Its rotation writes into queries and keys, the gradient of its gated activation into gate and up: tensors that autograd or a plan may have
 kept. A copy costs one more pass over them.
+
+The loss is computed by what torch compiles, in this set too: Liger's kernel writes the gradient over the logits while it computes the loss,
+which a recomputation would have to do for nothing, and scales it in a second pass.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from liger_kernel.ops.rope import rope_backward, rope_forward
 from liger_kernel.ops.swiglu import swiglu_backward as liger_swiglu_backward
 from liger_kernel.ops.swiglu import swiglu_forward
 from liger_kernel.ops.utils import calculate_settings
+
+from lohan.models.kernels_compiled import cross_entropy as cross_entropy
+from lohan.models.kernels_compiled import cross_entropy_backward as cross_entropy_backward
 
 _CASTS = "llama"  # factors in fp32, products in the working precision: what the models' own norms do
 _LLAMA_CASTS = 0  # the same, as the backward has it

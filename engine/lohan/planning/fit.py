@@ -84,7 +84,7 @@ class Fit:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return measure(self.workload, self.training.precision, self.grain, self.slots, self.engine.kernels)
+        return measure(self.workload, self.training.precision, self.grain, self.slots, self.engine.kernels, on_gpu=self.gpu is not None)
 
     @cached_property
     def placement(self) -> Placement:

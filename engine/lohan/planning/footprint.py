@@ -35,7 +35,9 @@ KEPT_REGIONS_AHEAD = 1
 LOSS_CHUNK_LOGITS = 32 * MIB
 """Elements; the loss is computed over chunks of tokens of about this many logits."""
 LOSS_BYTES_PER_LOGIT = 16
-"""Working copy, fp32 copy, softmax and gradient of one logit."""
+"""Working copy, fp32 copy, softmax and gradient of one logit, as torch's own kernels leave them."""
+FUSED_LOSS_COPIES = 2
+"""Of one logit in the working precision where a GPU computes the loss with a fused kernel: itself, and its gradient."""
 GPU_RESERVE_BYTES = 3 * GIB // 2
 """CUDA's context, cuBLAS workspaces, and the allocator's fragmentation: a 24 GiB card is planned as 22.5 GiB."""
 MOST_STREAMS = 6
@@ -70,6 +72,7 @@ class Sizes:
     """Or module of one."""
     working_slots: int = WORKING_SLOTS
     """On the device."""
+    loss_bytes_per_logit: int = LOSS_BYTES_PER_LOGIT
 
 
 def measure(
@@ -78,11 +81,15 @@ def measure(
     grain: UnitGrain = UnitGrain.BLOCK,
     working_slots: int = WORKING_SLOTS,
     kernels: KernelSet = KernelSet.AUTO,
+    *,
+    on_gpu: bool = False,
 ) -> Sizes:
     """The sizes of `workload` in the precision it is trained in.
 
     Args:
         grain: BLOCK, or MODULE where the workload has modules.
+        kernels: of `auto`, which may become any, what takes most is counted.
+        on_gpu: whether a GPU computes; on a CPU fused kernels are torch's own.
     """
     blocks = sum(unit.kind is UnitKind.BLOCK for unit in workload.units)
     units, saved, per_block = workload.units, workload.saved_elements_of(kernels), 1
@@ -90,6 +97,8 @@ def measure(
         assert workload.modules is not None, "the caller has looked"
         units, saved = workload.modules.units, workload.modules.saved_elements_per_token
         per_block = workload.modules.boundaries_per_block
+    itemsize = 2 if precision is Precision.BF16 else 4
+    is_fused = on_gpu and kernels not in (KernelSet.TORCH, KernelSet.AUTO)
     largest = max(unit.parameters for unit in units)
     inside = max(unit.parameters for unit in units if unit.kind in (UnitKind.BLOCK, UnitKind.MODULE))
     return Sizes(
@@ -104,9 +113,10 @@ def measure(
         hidden=workload.hidden_size,
         vocabulary=workload.vocabulary_size,
         saved_per_token=saved,
-        itemsize=2 if precision is Precision.BF16 else 4,
+        itemsize=itemsize,
         largest_block=inside,
         working_slots=working_slots,
+        loss_bytes_per_logit=FUSED_LOSS_COPIES * itemsize if is_fused else LOSS_BYTES_PER_LOGIT,
     )
 
 
@@ -183,8 +193,8 @@ def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int, kept_u
         ),
         Holder(
             name="loss head chunk",
-            bytes=loss_tokens * sizes.vocabulary * LOSS_BYTES_PER_LOGIT,
-            formula=lambda: f"{loss_tokens} tokens x {sizes.vocabulary} vocabulary x {LOSS_BYTES_PER_LOGIT} B",
+            bytes=loss_tokens * sizes.vocabulary * sizes.loss_bytes_per_logit,
+            formula=lambda: f"{loss_tokens} tokens x {sizes.vocabulary} vocabulary x {sizes.loss_bytes_per_logit} B",
         ),
     )
 

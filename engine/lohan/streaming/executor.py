@@ -433,7 +433,7 @@ def _install(
     )
     session = Session(model, units, runtimes, stages, runner, limits, kernels)
     stages.kept.attach({index: unit.modules[0][1] for index, unit in enumerate(units) if unit.kind is UnitKind.BLOCK})
-    installation.wrap(model, units, runtimes, runner, (limits.batch_size, limits.sequence_length), session.count_fallback)
+    installation.wrap(model, units, runtimes, runner, (limits.batch_size, limits.sequence_length), session.count_fallback, kernels.kernels)
     installation.take_over(optimizer, driver.check)
     stages.stream.prefetch_forward()
     return session

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lohan.config import KernelSet
 from lohan.errors import EngineError, ModelError
 from lohan.planning.operations import Recompute, Visit
 from lohan.planning.workload import UnitKind
@@ -153,6 +154,7 @@ def wrap(
     runner: RegionRunner,
     limits: tuple[int, int],
     count_fallback: Callable[[], None],
+    kernels: KernelSet,
 ) -> None:
     head = None
     projection = _output_projection(model)
@@ -167,7 +169,7 @@ def wrap(
                 if module is projection:
                     head = root
     # `count_fallback` is a method of the session, which thus lives as long as the model.
-    model.forward = ModelForward(model, head, limits, runner.begin_forward, count_fallback)
+    model.forward = ModelForward(model, head, limits, runner.begin_forward, count_fallback, kernels)
 
 
 def take_over(optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lohan.config import KernelSet
 from lohan.errors import EngineError
+from lohan.models.kernels import NO_LABEL, cross_entropy_sum
 from lohan.streaming.activations import RootForward, refuse_cache
 
 # Their forward is: base model, output projection, loss_function(logits, labels, vocab_size, **kwargs), and nothing else in between.
@@ -29,9 +31,8 @@ CHUNKED_LOSS_CLASSES = frozenset(
     }
 )
 LOGITS_PER_CHUNK = 32 * 1024 * 1024
-"""Elements: 64 MiB of bf16 logits and about 400 MiB with the fp32 copies that cross-entropy and its backward make of them."""
-# Kept tokens all have a label; a batch without any keeps one token under this one, so that its loss is a 0 with a gradient of 0.
-_NO_LABEL = torch.iinfo(torch.int64).min
+"""Elements: 64 MiB of bf16 logits and about 400 MiB with the fp32 copies that torch's cross-entropy and its backward make of them; fused
+kernels make none."""
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
@@ -51,9 +52,19 @@ class ModelForward:
         head: the output projection's forward; None if the model has none that is a root module.
         begin: called before each forward; raises what keeps the session from running.
         count_fallback: called when a loss is computed through full logits.
+        kernels: what computes a chunk's loss from its logits.
     """
 
-    def __init__(self, model: nn.Module, head: RootForward | None, limits: tuple[int, int], begin: Any, count_fallback: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        head: RootForward | None,
+        limits: tuple[int, int],
+        begin: Any,
+        count_fallback: Any,
+        kernels: KernelSet = KernelSet.TORCH,
+    ) -> None:
+        self._kernels = kernels
         self._model, self._head, self._begin, self._count_fallback = model, head, begin, count_fallback
         self._batch_size, self._sequence_length = limits
         self._original = type(model).forward
@@ -135,7 +146,7 @@ class ModelForward:
         config: Any = self._model.config
         size = max(1, LOGITS_PER_CHUNK // config.vocab_size)
         sums = [
-            self._head.apply(part, _cross_entropy_sum, part_labels)
+            self._head.apply(part, cross_entropy_sum, part_labels, self._kernels)
             for part, part_labels in zip(torch.split(rows, size), torch.split(labels, size), strict=True)
         ]
         divisor = targets.divisor
@@ -143,10 +154,6 @@ class ModelForward:
             divisor = divisor.to(rows.device)
         mean: torch.Tensor = (torch.stack(sums).sum() if len(sums) > 1 else sums[0]) / divisor
         return mean
-
-
-def _cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.float(), labels, ignore_index=_NO_LABEL, reduction="sum")
 
 
 def _targets(
@@ -168,6 +175,6 @@ def _targets(
                 place="labels",
                 remedy="Leave out rows without trained tokens, and see that the sequence length does not cut them off.",
             )
-        return _Targets(kept.new_zeros(1), flat.new_full((1,), _NO_LABEL), num_items_in_batch)
+        return _Targets(kept.new_zeros(1), flat.new_full((1,), NO_LABEL), num_items_in_batch)
     divisor = kept.numel() if num_items_in_batch is None else num_items_in_batch
     return _Targets(None if kept.numel() == flat.numel() else kept, flat[kept], divisor)
