@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fixtures.broker import Queues
 from fixtures.runs import make_run, read_run
+from fixtures.simulated_machine import simulated_machine
 from sqlalchemy import Engine, update
 
 from lohan.units import GIB
@@ -31,7 +32,6 @@ from lohan_app.worker.reservations import Machine
 from lohan_app.worker.run_files import put_aside_states, remove_put_aside, state_directories
 
 DAY = timedelta(days=1)
-ROOMY = Machine(("cpu:0", "cpu:1"), 64 * GIB, 60 * GIB, ssd_free_bytes=100 * GIB, data_free_bytes=100 * GIB)
 PLAN = {"device": "cpu", "parameters": GIB, "precision": "bf16", "tiers": [{"tier": "ssd", "items": [{"bytes": 20 * GIB}]}]}
 
 
@@ -288,7 +288,7 @@ def test_a_full_drive_and_expired_runs_let_the_queue_go_on(settings: Settings, e
     queued = make_run(settings, engine, plan=PLAN, device="cpu:1")
 
     def look(_: Settings) -> Machine:
-        return replace(ROOMY, ssd_free_bytes=GIB if expired in with_states(settings) else 50 * GIB)
+        return simulated_machine(settings, ssd_free_bytes=GIB if expired in with_states(settings) else 50 * GIB)
 
     reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=look)
     reconciler.tick()
@@ -302,7 +302,7 @@ def test_a_full_drive_and_expired_runs_let_the_queue_go_on(settings: Settings, e
 
 @pytest.fixture
 def tick(settings: Settings, engine: Engine, queues: Queues) -> Iterator[Callable[[], None]]:
-    reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=lambda _: ROOMY)
+    reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=simulated_machine)
     yield reconciler.tick
     reconciler.close()
 

@@ -1,9 +1,8 @@
-"""The reconciler: reservations, the queue's reasons, lost supervisors and lost messages; called tick by tick."""
+"""The reconciler: claims, the queue's reasons, lost supervisors and lost messages; called tick by tick."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from fixtures.broker import Queues
 from fixtures.processes import no_process_left
 from fixtures.runs import make_run, read_run
 from fixtures.scripted_supervisor import SUPERVISOR_COMMAND
+from fixtures.simulated_machine import simulated_machine
 from fixtures.waiting import wait_until
 from sqlalchemy import Engine
 
-from lohan.planning.fit import RAM_RESERVE_BYTES
 from lohan.units import GIB
 from lohan_app.db import write_transaction
-from lohan_app.entities import BaseModel, Dataset, DatasetState, Run, RunState, Wanted
+from lohan_app.entities import BaseModel, Dataset, DatasetState, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.runs import repository
 from lohan_app.runs.states import Trigger
@@ -29,13 +28,9 @@ from lohan_app.worker.celery import task_lock
 from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import holding, is_held
 from lohan_app.worker.reconciler import Reconciler
-from lohan_app.worker.reservations import Machine, Need, Reservation, fit, look_at_machine, need_of
 from lohan_app.worker.run_files import state_directories
 from lohan_app.worker.verdict import RESUME, START_AGAIN
 
-FREE = {"ram_total_bytes": 64 * GIB, "ram_free_bytes": 60 * GIB, "ssd_free_bytes": 100 * GIB, "data_free_bytes": 100 * GIB}
-MACHINE = Machine(("cpu:0", "cpu:1"), **FREE)
-GPUS = Machine(("GPU-a", "GPU-b"), **FREE)
 START_NOTHING = ("/bin/true",)
 
 
@@ -43,8 +38,8 @@ START_NOTHING = ("/bin/true",)
 def make(settings: Settings, engine: Engine) -> Iterator[Callable[..., Reconciler]]:
     made: list[Reconciler] = []
 
-    def reconciler(machine: Machine = MACHINE, supervisor_command: tuple[str, ...] = START_NOTHING) -> Reconciler:
-        made.append(Reconciler(settings, engine, supervisor_command=supervisor_command, look=lambda _: machine))
+    def reconciler(supervisor_command: tuple[str, ...] = START_NOTHING) -> Reconciler:
+        made.append(Reconciler(settings, engine, supervisor_command=supervisor_command, look=simulated_machine))
         return made[-1]
 
     yield reconciler
@@ -57,96 +52,13 @@ def plan(ram_bytes: int = 0, ssd_bytes: int = 0) -> dict[str, Any]:
     return {"device": "cpu", "tiers": tiers}
 
 
-def active(**columns: Any) -> Run:
-    return Run(**({"name": "other", "devices": ["cpu:0"], "reserved_ram_bytes": 0, "reserved_ssd_bytes": 0, "step": 0} | columns))
-
-
-# ---------------------------------------------------------------- reservations
-@pytest.mark.parametrize(
-    ("asked", "machine", "given"),
-    [
-        ("auto", MACHINE, "cpu:0"),
-        ("cpu", MACHINE, "cpu:0"),
-        ("cpu:1", MACHINE, "cpu:1"),
-        ("auto", GPUS, "GPU-a"),
-        ("cuda", GPUS, "GPU-a"),
-        ("cuda:1", GPUS, "GPU-b"),
-        ("GPU-b", GPUS, "GPU-b"),
-    ],
-)
-def test_a_run_gets_the_device_it_asks_for(asked: str, machine: Machine, given: str) -> None:
-    answer = fit(Need(asked, 5, 6), machine, [])
-    assert answer == Reservation([given], 5, 6)
-
-
-@pytest.mark.parametrize(("asked", "machine"), [("cuda", MACHINE), ("cpu", GPUS), ("cuda:2", GPUS), ("GPU-x", GPUS), ("cpu:7", MACHINE)])
-def test_a_device_that_runs_may_not_use_is_named(asked: str, machine: Machine) -> None:
-    answer = fit(Need(asked, 0, 0), machine, [])
-    assert isinstance(answer, str)
-    assert repr(asked) in answer
-    assert "LOHAN_DEVICES" in answer
-
-
-def test_a_taken_device_leaves_the_next_one_and_then_none() -> None:
-    first, second = active(name="first"), active(name="second", devices=["cpu:1"])
-    assert fit(Need("auto", 0, 0), MACHINE, [first]) == Reservation(["cpu:1"], 0, 0)
-    answer = fit(Need("auto", 0, 0), MACHINE, [first, second])
-    assert answer == "Waits for cpu:0 or cpu:1, in use by 'first', 'second'."
-
-
-def test_host_memory_has_to_fit_beside_what_others_were_promised_and_what_is_free_now() -> None:
-    other = active(reserved_ram_bytes=40 * GIB)
-    room = 64 * GIB - 40 * GIB - RAM_RESERVE_BYTES
-    assert isinstance(fit(Need("auto", room, 0), MACHINE, [other]), Reservation)
-    assert "host memory" in str(fit(Need("auto", room + 1, 0), MACHINE, [other]))
-    crowded = replace(MACHINE, ram_free_bytes=10 * GIB)
-    assert "host memory" in str(fit(Need("auto", 10 * GIB, 0), crowded, []))
-
-
-def test_a_run_that_may_keep_states_on_the_drives_takes_what_host_memory_there_is():
-    """Rather than to wait for more: states in RAM are copies, which save reads."""
-    crowded = replace(MACHINE, ram_free_bytes=10 * GIB + RAM_RESERVE_BYTES)
-    assert fit(Need("auto", 12 * GIB, 0, spare_ram_bytes=4 * GIB), crowded, []) == Reservation(["cpu:0"], 10 * GIB, 0)
-    assert fit(Need("auto", 9 * GIB, 0, spare_ram_bytes=4 * GIB), crowded, []) == Reservation(["cpu:0"], 9 * GIB, 0)
-    assert "needs 11.00 GiB, free 10.00 GiB" in str(fit(Need("auto", 15 * GIB, 0, spare_ram_bytes=4 * GIB), crowded, []))
-
-
-@pytest.mark.parametrize(
-    ("durability", "asked", "spare"),
-    [("step", "auto", 2), ("snapshot", None, 2), ("none", "auto", 0), ("step", 2 * GIB, 0), ("step", 0, 0)],
-)
-def test_only_copies_that_the_plan_chose_can_be_spared(settings, engine, durability, asked, spare):
-    items = [{"name": "model states", "bytes": 2 * GIB, "formula": ""}, {"name": "process base", "bytes": GIB, "formula": ""}]
-    plan = {"durability": durability, "tiers": [{"tier": "ram", "capacity_bytes": 9 * GIB, "items": items}]}
-    run = read_run(engine, make_run(settings, engine, plan=plan))
-    run.settings = {"engine": {} if asked is None else {"ram_state_bytes": asked}}
-    assert need_of(run) == Need("auto", 3 * GIB, 0, spare_ram_bytes=spare * GIB)
-
-
-def test_space_that_another_run_is_about_to_fill_is_not_given_twice() -> None:
-    other = active(reserved_ssd_bytes=60 * GIB)
-    assert "state directories" in str(fit(Need("auto", 0, 41 * GIB), MACHINE, [other]))
-    assert isinstance(fit(Need("auto", 0, 40 * GIB), MACHINE, [other]), Reservation)
-    # After its first step its states are on the disk, and so no longer free.
-    assert isinstance(fit(Need("auto", 0, 41 * GIB), MACHINE, [active(reserved_ssd_bytes=60 * GIB, step=1)]), Reservation)
-
-
-@pytest.mark.database
-def test_the_need_comes_from_the_plan(settings: Settings, engine: Engine) -> None:
-    run = read_run(engine, make_run(settings, engine, plan=plan(3 * GIB, 5 * GIB), device="cpu:1"))
-    assert need_of(run) == Need("cpu:1", 3 * GIB, 5 * GIB)
-    assert need_of(read_run(engine, make_run(settings, engine))) == Need("auto", 0, 0)
-    # What its earlier attempts left is taken already.
-    assert need_of(run, states_bytes=2 * GIB) == Need("cpu:1", 3 * GIB, 3 * GIB)
-    assert need_of(run, states_bytes=9 * GIB) == Need("cpu:1", 3 * GIB, 0)
-
-
+# ---------------------------------------------------------------- queue
 @pytest.mark.broker
 @pytest.mark.database
 def test_a_run_that_fills_the_drive_with_its_own_states_starts_again(
     settings: Settings, engine: Engine, make: Callable[..., Reconciler], queues: Queues
 ) -> None:
-    run_id = make_run(settings, engine, plan=plan(0, MACHINE.ssd_free_bytes + (1 << 20)), device="cpu:0")
+    run_id = make_run(settings, engine, plan=plan(0, 100 * GIB + (1 << 20)), device="cpu:0")
     reconciler = make()
     reconciler.tick()
     assert "state directories" in read_run(engine, run_id).state_reason
@@ -157,14 +69,6 @@ def test_a_run_that_fills_the_drive_with_its_own_states_starts_again(
     assert read_run(engine, run_id).state is RunState.STARTING
 
 
-def test_this_machine(settings: Settings) -> None:
-    machine = look_at_machine(settings)
-    assert machine.devices == settings.devices
-    assert machine.ram_total_bytes >= machine.ram_free_bytes > 0
-    assert machine.ssd_free_bytes > 0
-
-
-# ---------------------------------------------------------------- queue
 @pytest.mark.broker
 @pytest.mark.database
 def test_the_oldest_run_that_fits_is_claimed_and_launched(
@@ -175,6 +79,7 @@ def test_the_oldest_run_that_fits_is_claimed_and_launched(
     make().tick()
     run = read_run(engine, second)
     assert (run.state, run.devices, run.reserved_ram_bytes, run.reserved_ssd_bytes) == (RunState.STARTING, ["cpu:0"], 2 * GIB, 3 * GIB)
+    assert run.reserved_directories == {str(settings.state_folders[0]): 3 * GIB}
     assert queues.take() == [("runs.launch", second)]
     waiting = read_run(engine, first)
     assert waiting.state is RunState.QUEUED

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from fixtures.broker import Queues
 from fixtures.runs import make_run, read_run, want
+from fixtures.simulated_machine import simulated_machine
 from sqlalchemy import Engine, update
 
 from lohan.units import GIB, MIB
@@ -24,14 +24,19 @@ from lohan_app.worker.reservations import Machine
 from lohan_app.worker.run_files import state_directories
 from lohan_app.worker.waiting import HEADROOM_BYTES, LONGEST_WAIT
 
-ROOMY = Machine(("cpu:0", "cpu:1"), 64 * GIB, 60 * GIB, ssd_free_bytes=100 * GIB, data_free_bytes=100 * GIB)
 PLAN = {"device": "cpu", "parameters": GIB, "precision": "bf16", "tiers": [{"tier": "ssd", "items": [{"bytes": 20 * GIB}]}]}
 
 
 @pytest.fixture
-def machine() -> dict[str, Machine]:
+def settings(settings: Settings) -> Settings:
+    """With two drives for states."""
+    return settings.model_copy(update={"state_dirs": (settings.data_dir / "drive-0", settings.data_dir / "drive-1")})
+
+
+@pytest.fixture
+def machine(settings: Settings) -> dict[str, Machine]:
     """What the machine looks like; a test changes it."""
-    return {"now": ROOMY}
+    return {"now": simulated_machine(settings)}
 
 
 @pytest.fixture
@@ -113,21 +118,22 @@ def test_the_queue_goes_on_after_a_failed_run(settings: Settings, engine: Engine
 @pytest.mark.parametrize(
     ("shortage", "words"),
     [
-        ({"data_free_bytes": 2 * GIB + HEADROOM_BYTES - 1}, "it needs 2.50 GiB in the data folder, where 2.50 GiB are free"),
-        ({"ssd_free_bytes": 20 * GIB}, "it needs 21.00 GiB in the state directories, where 20.00 GiB are free"),
+        ({"data_free_bytes": 2 * GIB + HEADROOM_BYTES - 1}, "it needs 2.50 GiB in the data folder, free 2.50 GiB"),
+        ({"ssd_free_bytes": 20 * GIB}, "it needs 10.50 GiB in {drive}, free 10.00 GiB"),
     ],
 )
 def test_a_run_that_a_full_drive_has_paused_goes_on_when_space_returns(
     settings: Settings, engine: Engine, tick: Callable[[], None], machine: dict[str, Machine], shortage: dict[str, int], words: str
 ) -> None:
     run_id = paused_by_full_drive(settings, engine)
-    machine["now"] = replace(ROOMY, **shortage)
+    machine["now"] = simulated_machine(settings, **shortage)
+    told = words.format(drive=settings.state_folders[0])
     for _ in range(2):
         tick()
         run = read_run(engine, run_id)
         assert (run.state, run.pause_cause) == (RunState.PAUSED, PauseCause.DISK_FULL)
-        assert run.state_reason == f"The drive is full (/states). It goes on by itself when there is room: {words}."
-    machine["now"] = ROOMY
+        assert run.state_reason == f"The drive is full (/states). It goes on by itself when there is room: {told}."
+    machine["now"] = simulated_machine(settings)
     tick()
     run = read_run(engine, run_id)
     assert (run.state, run.pause_cause, run.devices) == (RunState.STARTING, None, ["cpu:0"])
@@ -142,7 +148,7 @@ def test_space_that_other_runs_were_promised_is_not_room(
     other = make_run(settings, engine, state=RunState.STARTING, devices=["cpu:1"], reserved_ssd_bytes=85 * GIB)
     tick()
     assert read_run(engine, run_id).state is RunState.PAUSED
-    set_run(engine, other, step=1)  # its states are on the drive now, and no longer free
+    set_run(engine, other, step=1, phase="training")  # its states are on the drive now, and no longer free
     tick()
     assert read_run(engine, run_id).state is RunState.STARTING
 
@@ -151,13 +157,14 @@ def test_space_that_other_runs_were_promised_is_not_room(
 @pytest.mark.database
 def test_its_own_states_are_counted_once(settings: Settings, engine: Engine, tick: Callable[[], None], machine: dict[str, Machine]) -> None:
     run_id = paused_by_full_drive(settings, engine, plan=PLAN | {"tiers": [{"tier": "ssd", "items": [{"bytes": 2 * MIB}]}]})
-    machine["now"] = replace(ROOMY, ssd_free_bytes=2 * HEADROOM_BYTES)
+    machine["now"] = simulated_machine(settings, ssd_free_bytes=2 * HEADROOM_BYTES)
     tick()
     assert read_run(engine, run_id).state is RunState.PAUSED
-    states = state_directories(settings, run_id)[0]
-    states.mkdir(parents=True)
-    (states / "master.bin").write_bytes(bytes(2 * MIB))
-    tick()
+    for states in state_directories(settings, run_id):
+        assert read_run(engine, run_id).state is RunState.PAUSED
+        states.mkdir(parents=True)
+        (states / "master.bin").write_bytes(bytes(MIB))
+        tick()
     assert read_run(engine, run_id).state is RunState.STARTING
 
 
@@ -202,12 +209,6 @@ def leave_states(settings: Settings, run_id: str, text: str) -> None:
     for folder in state_directories(settings, run_id):
         folder.mkdir(parents=True)
         (folder / "states.bin").write_text(text)
-
-
-@pytest.fixture
-def settings(settings: Settings) -> Settings:
-    """With two drives for states."""
-    return settings.model_copy(update={"state_dirs": (settings.data_dir / "drive-0", settings.data_dir / "drive-1")})
 
 
 @pytest.mark.broker

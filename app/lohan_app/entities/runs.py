@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import BigInteger, ForeignKey, Index, String, Text
@@ -66,6 +68,14 @@ class Run(Entity):
     """`{"training": {…}, "engine": {…}}` as in `lohan.config.RunConfig`."""
     plan: Mapped[dict[str, Any] | None]
     """The `Plan` it was queued with."""
+    started_plan: Mapped[dict[str, Any] | None]
+    """The `Plan` its latest attempt began with, made for the machine as it was then; null before the first."""
+    corrected_step_seconds: Mapped[float | None]
+    """What a step is foreseen to take since the first steps have corrected the forecast; null where they have not."""
+    priority: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Set by administrators: runs with a higher one come first in the queue."""
+    queued_at: Mapped[datetime | None] = mapped_column(default=now)
+    """Since when it is in line. Kept where its trainer was interrupted or a drive was full: it takes its old place then."""
     wanted: Mapped[Wanted] = mapped_column(text_enum(Wanted), default=Wanted.RUN)
     state: Mapped[RunState] = mapped_column(text_enum(RunState), default=RunState.QUEUED)
     state_reason: Mapped[str] = mapped_column(Text, default="")
@@ -88,6 +98,9 @@ class Run(Entity):
     """Reserved devices: GPU UUIDs or `cpu:N`; empty while nothing is reserved."""
     reserved_ram_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
     reserved_ssd_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
+    """Over all state directories."""
+    reserved_directories: Mapped[dict[str, Any] | None]
+    """The same by directory; null where nothing is reserved, or an earlier version reserved it: evenly then."""
     events_offset_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
     """How far events.jsonl has been read into the database."""
     malformed_events: Mapped[int] = mapped_column(default=0)
@@ -112,6 +125,34 @@ class Run(Entity):
     """When it was deleted: its files are gone, the row stays for what the queue owes to whom."""
     heartbeat_at: Mapped[datetime | None]
     """When the trainer last wrote an event; shown, and used to notice a hang, never to decide who owns the run."""
+
+    def reserved_space(self, folders: Sequence[Path]) -> dict[str, int]:
+        """Bytes that it has reserved in each state directory."""
+        if self.reserved_directories is not None:
+            return dict(self.reserved_directories)
+        return even_shares(self.reserved_ssd_bytes, folders)
+
+
+def even_shares(size_bytes: int, folders: Sequence[Path]) -> dict[str, int]:
+    """Bytes in each state directory of what is spread over all, as chunks are: one after the other, in turn."""
+    share = -(-size_bytes // max(1, len(folders)))
+    return {str(folder): share for folder in folders}
+
+
+class DeviceUse(Entity):
+    """A stretch of time for which a run held its devices, from its claim to where it gave them back: what the queue owes to whom.
+
+    Written with the transitions of the run's state, so that it says the same as they do; kept when the run is deleted.
+    """
+
+    __tablename__ = "device_uses"
+
+    run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+    began_at: Mapped[datetime] = mapped_column(primary_key=True)
+    ended_at: Mapped[datetime | None]
+    """Null while it holds them."""
+    devices: Mapped[int]
+    """How many."""
 
 
 class RunEvent(Entity):

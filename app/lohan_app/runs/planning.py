@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
-from lohan.config import EngineSection, Precision, TrainingSection
-from lohan.errors import ConfigError
+from lohan.config import Durability, EngineSection, Precision, TrainingSection, UnitGrain
+from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import HardwareFacts
 from lohan.planning.plan import Plan
 from lohan.planning.planner import SLOW_BF16, default_precision, make_plan
@@ -32,13 +34,52 @@ def plan_run(
     """
     idle = with_reserve(_as_if_idle(usable(facts, settings), active), settings)
     _check_device(engine.device, idle, settings)
-    engine = engine.model_copy(update={"unsafe_filesystems": settings.unsafe_filesystems})
     if "precision" not in training.model_fields_set:
         training = training.model_copy(update={"precision": default_precision(engine, idle)})
+    return _plan(model, training, engine, hardware=idle, facts=facts, settings=settings)
+
+
+def plan_at_start(model: BaseModel, run: Run, *, device: str, hardware: HardwareFacts, facts: HardwareFacts, settings: Settings) -> Plan:
+    """The plan of a queued run made again for the machine as it is when its turn has come.
+
+    A run that goes on from recorded states keeps what these are laid out by, and its micro-batch where that still fits.
+
+    Args:
+        device: that it is to get.
+        hardware: the machine less what other runs hold; what the run's own states occupy counts as free.
+        facts: the whole machine.
+
+    Raises:
+        ValidationError: its settings, or its model's workload, were stored by another version.
+        ConfigError, CapacityError: see `lohan.planning.planner.make_plan`.
+    """
+    training = TrainingSection.model_validate(run.settings.get("training", {}))
+    engine = EngineSection.model_validate(run.settings.get("engine", {})).model_copy(update={"device": device})
+    before = run.started_plan or run.plan
+    if before is not None and run.step > 0 and engine.durability is not Durability.NONE:
+        found = Plan.model_validate(before)
+        engine = engine.model_copy(update={"grain": UnitGrain(found.grain), "chunk_parameters": found.chunk_parameters})
+        if engine.micro_batch_size is None:
+            kept = engine.model_copy(update={"micro_batch_size": found.micro_batch_size})
+            with suppress(CapacityError):
+                return _plan(model, training, kept, hardware=hardware, facts=facts, settings=settings)
+    return _plan(model, training, engine, hardware=hardware, facts=facts, settings=settings)
+
+
+def _plan(
+    model: BaseModel,
+    training: TrainingSection,
+    engine: EngineSection,
+    *,
+    hardware: HardwareFacts,
+    facts: HardwareFacts,
+    settings: Settings,
+) -> Plan:
+    engine = engine.model_copy(update={"unsafe_filesystems": settings.unsafe_filesystems})
     profile, fault = measured(facts, settings, engine)
     workload = Workload.model_validate(model.workload)
-    devices = len(settings.devices or idle.gpus or CPU_DEVICES)
-    plan = make_plan(workload, model_name=model.name, training=training, engine=engine, hardware=idle, profile=profile, devices=devices)
+    devices = len(settings.devices or hardware.gpus or CPU_DEVICES)
+    plan = make_plan(workload, model_name=model.name, training=training, engine=engine, hardware=hardware, profile=profile, devices=devices)
     return plan if fault is None else _with_fault(plan, fault)
 
 
@@ -59,13 +100,20 @@ def _as_if_idle(facts: HardwareFacts, active: Sequence[Run]) -> HardwareFacts:
     held = {device for run in active for device in run.devices}
     ram = min(facts.ram.total_bytes, facts.ram.free_bytes + sum(run.reserved_ram_bytes for run in active))
     # States are preallocated before the first step; until then their space still looks free.
-    ssd = sum(run.reserved_ssd_bytes for run in active if run.step > 0) // max(1, len(facts.state_directories))
+    folders = [Path(directory.path) for directory in facts.state_directories]
+    held_space = [run.reserved_space(folders) for run in active if run.step > 0]
     return facts.model_copy(
         update={
             "ram": facts.ram.model_copy(update={"free_bytes": ram}),
             "gpus": tuple(gpu.model_copy(update={"free_bytes": gpu.total_bytes}) if gpu.uuid in held else gpu for gpu in facts.gpus),
             "state_directories": tuple(
-                directory.model_copy(update={"free_bytes": min(directory.total_bytes, directory.free_bytes + ssd)})
+                directory.model_copy(
+                    update={
+                        "free_bytes": min(
+                            directory.total_bytes, directory.free_bytes + sum(space.get(directory.path, 0) for space in held_space)
+                        )
+                    }
+                )
                 for directory in facts.state_directories
             ),
         }

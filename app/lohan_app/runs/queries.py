@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from sqlalchemy import Row, delete, func, select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session, defer
 
 from lohan.events import EventType
-from lohan_app.entities import BaseModel, Dataset, IdempotencyKey, Run, RunEvent, RunMetric, RunState, User
+from lohan_app.entities import BaseModel, Dataset, DeviceUse, IdempotencyKey, Run, RunEvent, RunMetric, RunState, User
 from lohan_app.entities.base import now
+from lohan_app.runs.line import Use
 from lohan_app.runs.states import ACTIVE_STATES
 
 Cursor = tuple[int, int]
@@ -41,7 +42,7 @@ _NAMED = (
     .join(BaseModel, BaseModel.id == Run.base_model_id)
     .join(Dataset, Dataset.id == Run.dataset_id)
 )
-_WITHOUT_PLANS = (defer(Run.plan), defer(Run.settings))
+_WITHOUT_PLANS = (defer(Run.plan), defer(Run.started_plan), defer(Run.settings))
 
 
 class NamedRun(NamedTuple):
@@ -90,7 +91,23 @@ def list_runs(
 
 def active_runs(session: Session) -> Sequence[Run]:
     """Runs that hold devices and memory now."""
-    return session.scalars(select(Run).options(defer(Run.plan)).where(Run.state.in_(ACTIVE_STATES))).all()
+    query = select(Run).options(defer(Run.plan), defer(Run.started_plan))
+    return session.scalars(query.where(Run.state.in_(ACTIVE_STATES))).all()
+
+
+def queued_runs(session: Session) -> Sequence[Run]:
+    """The queue in no order, without plans and settings."""
+    return session.scalars(select(Run).options(*_WITHOUT_PLANS).where(Run.state == RunState.QUEUED, Run.deleted_at.is_(None))).all()
+
+
+def device_uses(session: Session, since: datetime) -> list[Use]:
+    """When whose runs held devices, of what had not ended before `since`; deleted runs count."""
+    rows = session.execute(
+        select(Run.owner_id, DeviceUse.devices, DeviceUse.began_at, DeviceUse.ended_at)
+        .join(Run, Run.id == DeviceUse.run_id)
+        .where(DeviceUse.ended_at.is_(None) | (DeviceUse.ended_at > since))
+    )
+    return [Use(*row) for row in rows]
 
 
 # ---------------------------------------------------------------- idempotency

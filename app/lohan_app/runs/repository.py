@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from sqlalchemy import CursorResult, delete, select, update
+from sqlalchemy import CursorResult, case, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from lohan.events import Event, EventType, ExitReason, FailureCause
-from lohan_app.entities import PauseCause, Run, RunEvent, RunMetric, RunState
+from lohan_app.entities import DeviceUse, PauseCause, Run, RunEvent, RunMetric, RunState
 from lohan_app.entities.base import now
 from lohan_app.entities.runs import TERMINAL_STATES
 from lohan_app.runs import curves
@@ -25,7 +25,9 @@ from lohan_app.runs.states import ACTIVE_STATES, Trigger, is_allowed, moves
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 LATEST_UNIX_SECONDS = 253_402_300_799  # the last second of year 9999, where datetime ends
-_NO_RESERVATION: dict[str, Any] = {"devices": [], "reserved_ram_bytes": 0, "reserved_ssd_bytes": 0}
+_NO_RESERVATION: dict[str, Any] = {"devices": [], "reserved_ram_bytes": 0, "reserved_ssd_bytes": 0, "reserved_directories": None}
+QUEUE_LOCK = int.from_bytes(b"queue")
+"""Names the queue among PostgreSQL's advisory locks."""
 
 
 class LostEpochError(Exception):
@@ -60,21 +62,44 @@ def fire(
     """
     for target, found in moves(trigger).items():
         source = found if only_from is None else found & {only_from}
-        if source and transition(session, run_id, source=source, target=target, epoch=epoch, **(_stamps(target) | values)):
+        if source and transition(session, run_id, source=source, target=target, epoch=epoch, **(_stamps(trigger, target) | values)):
+            _note_use(session, run_id, trigger, target, devices=len(values.get("devices", ())))
             return target
     return None
 
 
-def _stamps(target: RunState) -> dict[str, Any]:
+def _note_use(session: Session, run_id: str, trigger: Trigger, target: RunState, *, devices: int) -> None:
+    """Time on devices begins with a claim and ends where the reservation does."""
+    if trigger is Trigger.CLAIM:
+        session.execute(insert(DeviceUse).values(run_id=run_id, began_at=now(), devices=devices))
+    elif target not in ACTIVE_STATES:
+        ended = update(DeviceUse).where(DeviceUse.run_id == run_id, DeviceUse.ended_at.is_(None)).values(ended_at=now())
+        session.execute(ended.execution_options(synchronize_session=False))
+
+
+def _stamps(trigger: Trigger, target: RunState) -> dict[str, Any]:
     """What entering a state writes besides it."""
     stamps: dict[str, Any] = {"pause_cause": PauseCause.REQUEST if target is RunState.PAUSED else None}
     if target not in ACTIVE_STATES:
         stamps |= _NO_RESERVATION | {"eta_seconds": None}
     if target is not RunState.QUEUED:
         stamps["start_after"] = None
+    if trigger is Trigger.SUBMIT:
+        stamps["queued_at"] = now()
+    if trigger is Trigger.RESUME:  # whoever left the line goes to its end; a full drive is nobody's choice
+        stamps["queued_at"] = case((Run.pause_cause == PauseCause.DISK_FULL, Run.queued_at), else_=now())
     if target in TERMINAL_STATES:
         stamps["finished_at"] = now()
     return stamps
+
+
+def hold_queue(session: Session) -> None:
+    """Let nobody else give out reservations before this transaction ends: two claims never count on the same room.
+
+    On SQLite `write_transaction` holds the whole database already.
+    """
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(select(func.pg_advisory_xact_lock(QUEUE_LOCK)))
 
 
 def heed(session: Session, run: Run, trigger: Trigger) -> RunState | None:
@@ -230,6 +255,8 @@ def _summary(events: Sequence[Event]) -> dict[str, Any]:
             case EventType.EVALUATION:
                 column = "first_loss" if fields.get("when") == "before" else "last_loss"
                 columns[column] = _number(fields.get("loss"))
+            case EventType.PLAN_CORRECTED:
+                columns["corrected_step_seconds"] = _number(fields.get("new_seconds"))
             case EventType.EXIT:
                 columns["eta_seconds"] = None
     return columns

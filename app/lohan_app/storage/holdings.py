@@ -97,7 +97,7 @@ def _fate(kind: Kind, row: Run | Dataset, rows: _Rows, rules: Rules) -> dict[str
 def drives(settings: Settings, active: Iterable[Run]) -> list[Drive]:
     """Every file system once, as it is now; one that cannot be looked at says why."""
     folders = [*settings.state_folders, settings.data_dir]
-    share = sum(run.reserved_ssd_bytes for run in active if run.step == 0) // max(1, len(settings.state_folders))
+    promised = [run.reserved_space(settings.state_folders) for run in active if run.step == 0]
     found: dict[object, Drive] = {}
     for index, folder in enumerate(folders):
         holds_states = index < len(settings.state_folders)
@@ -105,7 +105,7 @@ def drives(settings: Settings, active: Iterable[Run]) -> list[Drive]:
         if str(folder) not in drive.directories:
             drive.directories.append(str(folder))
         drive.reserve_bytes = settings.state_reserve_bytes
-        drive.reserved_bytes += share if holds_states else 0
+        drive.reserved_bytes += sum(space.get(str(folder), 0) for space in promised) if holds_states else 0
     return list(found.values())
 
 

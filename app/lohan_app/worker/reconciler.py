@@ -16,20 +16,23 @@ from sqlalchemy import Engine, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from lohan.errors import LohanError
+from lohan.errors import CapacityError, LohanError
 from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import BaseModel, BaseModelState, Dataset, DatasetState, Run, RunState, Wanted
 from lohan_app.entities.base import now
-from lohan_app.runs import repository
+from lohan_app.runs import queries, repository
 from lohan_app.runs.announce import announce
-from lohan_app.runs.states import ACTIVE_STATES, Trigger
+from lohan_app.runs.line import WINDOW, device_seconds, in_line_since, in_order
+from lohan_app.runs.states import ACTIVE_STATES
 from lohan_app.settings import Settings
 from lohan_app.worker.celery import send, task_lock
+from lohan_app.worker.claims import Line, claim, on_device
 from lohan_app.worker.housekeeping import Housekeeper
 from lohan_app.worker.launcher import RunFiles, start_supervisor
 from lohan_app.worker.processes import FileLock, holder_of, is_held
-from lohan_app.worker.reservations import Machine, Reservation, fit, look_at_machine, need_of
-from lohan_app.worker.run_files import states_bytes
+from lohan_app.worker.replanning import Replanner
+from lohan_app.worker.reservations import Held, Machine, held_by, look_at_machine, need_of
+from lohan_app.worker.run_files import states_by_directory
 from lohan_app.worker.verdict import RESUME, START_AGAIN
 from lohan_app.worker.waiting import WaitingRuns, must_wait
 
@@ -41,6 +44,8 @@ HOPEFUL_LAUNCHES = 3
 """After so many starts without a supervisor that stays, the run says so."""
 RESEND_AFTER_SECONDS = 30.0
 """A task's message is taken for lost when its row is this old, not done, and nobody works on it."""
+REPLAN_SECONDS = 4.0
+"""A plan that does not fit is made again after so long, and then less and less often: it takes up to seconds of a processor."""
 LONGEST_PATIENCE_SECONDS = 300.0
 
 
@@ -76,6 +81,8 @@ class Reconciler:
         self._supervisor_command = supervisor_command
         self._look = look
         self._waiting = WaitingRuns(settings, engine, look)
+        self._replanner = Replanner(settings, engine)
+        self._plans: dict[str, _Patience] = {}
         self._housekeeper = Housekeeper(settings, engine)
         self._lock = FileLock(settings.data_dir / "reconciler.lock")
         self._is_acting = False
@@ -107,47 +114,64 @@ class Reconciler:
 
     # ------------------------------------------------------------ runs
     def _start_queued(self) -> None:
-        """Give out reservations, oldest run first; a run that does not fit lets younger ones pass and says what it waits for."""
+        """Give out reservations in the queue's order (`runs.line`, `worker.claims`); a run that does not fit says what it waits for."""
+        at = now()
         with read_transaction(self._engine) as session:
             queued = repository.runs_in(session, [RunState.QUEUED])
-            active = list(repository.runs_in(session, ACTIVE_STATES))
+            active = repository.runs_in(session, ACTIVE_STATES)
+            seconds = device_seconds(queries.device_uses(session, at - WINDOW) if queued else (), at)
+        self._plans = {run.id: self._plans[run.id] for run in queued if run.id in self._plans}
         if not queued:
             return
         machine = self._look(self._settings)
-        for run in queued:
+        line = Line(machine, [held_by(run, self._settings.state_folders) for run in active], at)
+        for run in in_order(queued, seconds):
             if run.wanted not in (Wanted.RUN, Wanted.STOP) or must_wait(run):
                 continue
-            answer = self._answer(run, machine, active)
-            if isinstance(answer, str):
-                if answer != run.state_reason:
-                    with write_transaction(self._engine) as session:
-                        repository.explain(session, run.id, state=RunState.QUEUED, reason=answer)
-                    announce(self._settings, run.id)
-                continue
-            claimed = self._claim(run, answer)
-            if claimed is not None:
-                active.append(claimed)
+            reason = self._start(run, line, machine)
+            if reason and reason != run.state_reason:
+                with write_transaction(self._engine) as session:
+                    repository.explain(session, run.id, state=RunState.QUEUED, reason=reason)
+                announce(self._settings, run.id)
 
-    def _answer(self, run: Run, machine: Machine, active: Sequence[Run]) -> Reservation | str:
+    def _start(self, run: Run, line: Line, machine: Machine) -> str:
+        """Start the run if its turn has come; otherwise say why not. Its plan is made again for the machine as it is now."""
         if run.prepared_at is None:
             return run.state_reason or "Its rows are being prepared."
         lock = RunFiles(self._settings.run_folder(run.id)).trainer_lock
         if is_held(lock):
             return f"Waits for process {holder_of(lock) or '(unknown)'}, which trains in this run's folder."
-        return fit(need_of(run, states_bytes=states_bytes(self._settings, run.id)), machine, active)
-
-    def _claim(self, run: Run, reservation: Reservation) -> Run | None:
+        folders, states = self._settings.state_folders, states_by_directory(self._settings, run.id)
+        need = need_of(run, folders, states=states)
+        answer = line.ask(run.name, need, in_line_since(run))
+        device = line.free_device(need) if isinstance(answer, str) else answer.devices[0]
+        if device is None or (isinstance(answer, str) and line.waits_for_ours(need)):
+            return str(answer)
+        # Where nobody's end is waited for, the machine has changed since the plan was made: another plan may fit.
+        patience = self._plans.setdefault(run.id, _Patience(REPLAN_SECONDS))
+        if not patience.is_due():
+            return run.state_reason
+        made = self._replanner.plan(run, device, machine, line.held, states)
+        if isinstance(made, CapacityError):
+            patience.note_try()
+            return self._replanner.reason(run, device, machine, made)
+        if made is None and isinstance(answer, str):
+            return answer
+        plan = run.plan if made is None else made.model_dump(mode="json")
+        need = on_device(need_of(run, folders, states=states, plan=plan), device)
         # Why an earlier attempt ended stays readable while the next one runs.
         reason = run.state_reason if any(words in run.state_reason for words in (START_AGAIN, RESUME)) else ""
-        with write_transaction(self._engine) as session:
-            if repository.fire(session, run.id, Trigger.CLAIM, state_reason=reason, **reservation.columns()) is None:
-                return None
-            claimed = repository.get_run(session, run.id)
-        logger.info("%s: claimed, with %s", run.id, ", ".join(reservation.devices))
+        values = {"state_reason": reason, "started_plan": plan}
+        got = claim(self._engine, run.id, need, machine, folders, kept=line.kept, values=values)
+        if got is None or isinstance(got, str):
+            patience.note_try()
+            return got or ""
+        line.started(Held(run.name, got.devices, got.ram_bytes, got.space, is_settled=False))
+        logger.info("%s: claimed, with %s", run.id, ", ".join(got.devices))
         announce(self._settings, run.id)
         self._launches[run.id] = _Patience(LAUNCH_PATIENCE_SECONDS)
         self._launch(run.id)
-        return claimed
+        return ""
 
     def _revive_supervisors(self) -> None:
         """An active run whose supervisor's lock is free has lost its supervisor: alive means holding the lock."""

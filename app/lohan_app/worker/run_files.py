@@ -116,9 +116,14 @@ def put_aside_trash(settings: Settings, run_id: str) -> bool:
     return True
 
 
+def states_by_directory(settings: Settings, run_id: str) -> dict[str, int]:
+    """Bytes that the states of a run's earlier attempts occupy in each state directory."""
+    return {str(folder): occupied_bytes(folder / run_id) for folder in settings.state_folders}
+
+
 def states_bytes(settings: Settings, run_id: str) -> int:
-    """What the states of a run's earlier attempts occupy on the drives, over all state directories."""
-    return sum(occupied_bytes(folder) for folder in state_directories(settings, run_id))
+    """The same over all state directories."""
+    return sum(states_by_directory(settings, run_id).values())
 
 
 def write_run_files(settings: Settings, run: Run, weights: Path, *, device: str) -> None:
@@ -130,8 +135,9 @@ def write_run_files(settings: Settings, run: Run, weights: Path, *, device: str)
     files = RunFiles(settings.run_folder(run.id))
     config = run_config(settings, run, weights, device=device)
     write_atomically(files.config, to_toml(config.model_dump(mode="json", exclude_none=True)).encode())
-    if run.plan is not None:
-        write_atomically(files.plan, json.dumps(run.plan).encode())
+    plan = run.started_plan or run.plan
+    if plan is not None:
+        write_atomically(files.plan, json.dumps(plan).encode())
 
 
 def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> RunConfig:
@@ -141,15 +147,16 @@ def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> R
     not reserved nothing for what they would have it keep, and goes on without, as it does where the profile was damaged since.
     """
     files = RunFiles(settings.run_folder(run.id))
+    plan = run.started_plan or run.plan or {}
     engine = dict(run.settings.get("engine", {}))
     engine |= {
         "device": device,
         "state_directories": [str(folder) for folder in state_directories(settings, run.id)],
         "unsafe_filesystems": settings.unsafe_filesystems,
     }
-    if engine.get("ram_state_bytes", RamStates.AUTO) == RamStates.AUTO and run.plan is not None:
-        engine["ram_state_bytes"] = _reserved_for_states(run, run.plan)
-    if (run.plan or {}).get("forecast") is not None and _is_measured(settings, device):
+    if engine.get("ram_state_bytes", RamStates.AUTO) == RamStates.AUTO and plan:
+        engine["ram_state_bytes"] = _reserved_for_states(run, plan)
+    if plan.get("forecast") is not None and _is_measured(settings, device):
         engine["profiles"] = str(settings.profiles_folder)
     values = {
         "model": {"path": str(weights)},

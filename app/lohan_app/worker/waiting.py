@@ -20,8 +20,8 @@ from lohan_app.runs.announce import announce
 from lohan_app.runs.states import ACTIVE_STATES, WAITING_STATES, Trigger
 from lohan_app.settings import Settings
 from lohan_app.storage.quota import result_bytes
-from lohan_app.worker.reservations import Machine, need_of
-from lohan_app.worker.run_files import states_bytes, take_over_states
+from lohan_app.worker.reservations import Machine, held_by, need_of, space_shortage
+from lohan_app.worker.run_files import states_by_directory, take_over_states
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +80,11 @@ class WaitingRuns:
         """What is missing, in words; None where there is room."""
         need = result_bytes(run.plan or {}) + HEADROOM_BYTES
         if machine.data_free_bytes < need:
-            return f"{format_bytes(need)} in the data folder, where {format_bytes(machine.data_free_bytes)} are free"
-        need_ssd = need_of(run, states_bytes=states_bytes(self._settings, run.id)).ssd_bytes
-        need = need_ssd + HEADROOM_BYTES * len(self._settings.state_folders)
-        promised = sum(other.reserved_ssd_bytes for other in active if other.step == 0)
-        free = max(0, machine.ssd_free_bytes - promised)
-        return f"{format_bytes(need)} in the state directories, where {format_bytes(free)} are free" if free < need else None
+            return f"needs {format_bytes(need)} in the data folder, free {format_bytes(machine.data_free_bytes)}"
+        folders = self._settings.state_folders
+        space = need_of(run, folders, states=states_by_directory(self._settings, run.id)).space
+        with_headroom = {path: size + HEADROOM_BYTES for path, size in space.items()}
+        return space_shortage(with_headroom, machine, [held_by(other, folders) for other in active])
 
     def take_over(self) -> None:
         """Retries that wait get what their parents have recorded, before anything of the parents is deleted."""
@@ -111,4 +110,4 @@ def _waits_for_room(run: Run) -> bool:
 
 def _with_shortage(reason: str, shortage: str) -> str:
     before = reason.partition(" It goes on by itself")[0]
-    return f"{before} It goes on by itself when there is room: it needs {shortage}."
+    return f"{before} It goes on by itself when there is room: it {shortage}."

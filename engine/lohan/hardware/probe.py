@@ -8,6 +8,7 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,6 +43,14 @@ class RamFacts(_Facts):
     """What could be taken now without swapping."""
 
 
+class GpuWork(StrEnum):
+    """What a process does on a GPU, as the driver tells."""
+
+    COMPUTE = "compute"
+    GRAPHICS = "graphics"
+    """It draws: a display server, a desktop."""
+
+
 class GpuHolder(_Facts):
     """A process that has memory on a GPU."""
 
@@ -49,6 +58,10 @@ class GpuHolder(_Facts):
     name: str
     """Of its program; empty where this user may not see it."""
     bytes: Bytes
+    """0 where the driver does not tell."""
+    user: str = ""
+    """Whose it is; empty where this user may not see it."""
+    work: GpuWork = GpuWork.COMPUTE
 
 
 class GpuFacts(_Facts):
@@ -225,30 +238,44 @@ def _gpus(notes: list[str]) -> Iterator[GpuFacts]:
 def _gpu(pynvml: Any, index: int) -> GpuFacts:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    try:
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
-        processes = []
-    holders = tuple(GpuHolder(pid=process.pid, name=_process_name(process.pid), bytes=process.usedGpuMemory or 0) for process in processes)
+    holders = {holder.pid: holder for holder in _holders(pynvml, handle)}
     return GpuFacts(
         uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
         index=index,
         name=_text(pynvml.nvmlDeviceGetName(handle)),
         total_bytes=memory.total,
         free_bytes=memory.free,
-        holders=holders,
+        holders=tuple(holders.values()),
     )
+
+
+def _holders(pynvml: Any, handle: Any) -> Iterator[GpuHolder]:
+    """Processes that draw, then those that compute: a process that does both is listed by the driver twice, and counts as the latter."""
+    for ask, work in (
+        (pynvml.nvmlDeviceGetGraphicsRunningProcesses, GpuWork.GRAPHICS),
+        (pynvml.nvmlDeviceGetComputeRunningProcesses, GpuWork.COMPUTE),
+    ):
+        try:
+            processes = ask(handle)
+        except pynvml.NVMLError:
+            continue
+        for process in processes:
+            name, user = _process_name_and_user(process.pid)
+            yield GpuHolder(pid=process.pid, name=name, user=user, bytes=process.usedGpuMemory or 0, work=work)
 
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _process_name(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return ""
+def _process_name_and_user(pid: int) -> tuple[str, str]:
+    """Of its program, and whose it is; empty where that may not be seen."""
+    name = user = ""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        name = process.name()
+        user = process.username()
+    return name, user
 
 
 def _state_directory(path: Path) -> StateDirectoryFacts:
