@@ -23,6 +23,7 @@ def run(**values: Any) -> RunDetail:
         "attempt": 1,
         "phase": "",
         "step": 0,
+        "priority": 0,
         "total_steps": 0,
         "created_at": now(),
         "prepared_at": now(),

@@ -16,7 +16,7 @@ from fixtures.runs import make_run, read_run
 from fixtures.simulated_machine import simulated_machine
 from sqlalchemy import Engine, update
 
-from lohan.units import GIB
+from lohan.units import GIB, MIB
 from lohan_app.db import write_transaction
 from lohan_app.entities import Dataset, DatasetState, PauseCause, Run, RunState
 from lohan_app.entities.base import new_id, now
@@ -28,8 +28,9 @@ from lohan_app.worker.housekeeping import UPLOAD_GRACE, Housekeeper
 from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import holding
 from lohan_app.worker.reconciler import Reconciler
-from lohan_app.worker.reservations import Machine
+from lohan_app.worker.reservations import DirectoryRoom, Machine
 from lohan_app.worker.run_files import put_aside_states, remove_put_aside, state_directories
+from lohan_app.worker.waiting import HEADROOM_BYTES
 
 DAY = timedelta(days=1)
 PLAN = {"device": "cpu", "parameters": GIB, "precision": "bf16", "tiers": [{"tier": "ssd", "items": [{"bytes": 20 * GIB}]}]}
@@ -282,20 +283,39 @@ def test_only_uploads_that_nobody_waits_for_go(settings: Settings, engine: Engin
 @pytest.mark.broker
 @pytest.mark.database
 def test_a_full_drive_and_expired_runs_let_the_queue_go_on(settings: Settings, engine: Engine, queues: Queues) -> None:
-    """The drive's free space grows by what expired states took of it; nobody does anything."""
+    """Two small drives, real files on them, and the free space that these leave: one tick frees what has expired, the paused run is back in
+    its place, and both it and the one that waited are claimed. Nobody does anything."""
+    limit = HEADROOM_BYTES + 6 * MIB
     expired = ended(settings, engine, RunState.FAILED, 7 * DAY - timedelta(hours=1))
-    paused = make_run(settings, engine, state=RunState.PAUSED, pause_cause=PauseCause.DISK_FULL, plan=PLAN, device="cpu:0")
-    queued = make_run(settings, engine, plan=PLAN, device="cpu:1")
+    for folder in state_directories(settings, expired):
+        (folder / "states.bin").write_bytes(bytes(4 * MIB))
+
+    def planned(bytes_on_each: int) -> dict[str, Any]:
+        return PLAN | {"tiers": [{"tier": "ssd", "items": [{"bytes": 2 * bytes_on_each}]}]}
 
     def look(_: Settings) -> Machine:
-        return simulated_machine(settings, ssd_free_bytes=GIB if expired in with_states(settings) else 50 * GIB)
+        rooms = [DirectoryRoom(str(folder), str(folder), limit - occupied_bytes(folder)) for folder in settings.state_folders]
+        return simulated_machine(settings, directories=tuple(rooms))
 
+    in_line_since = now() - DAY
+    full = {"pause_cause": PauseCause.DISK_FULL, "state_reason": "The drive is full (x).", "queued_at": in_line_since}
+    paused = make_run(settings, engine, state=RunState.PAUSED, plan=planned(3 * MIB), device="cpu:0", **full)
+    queued = make_run(settings, engine, plan=planned(HEADROOM_BYTES + 5 * MIB // 2), device="cpu:1")
     reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=look)
-    reconciler.tick()
-    assert [read_run(engine, run_id).state for run_id in (paused, queued)] == [RunState.PAUSED, RunState.QUEUED]
+    for _ in range(2):
+        reconciler.tick()
+        first, second = read_run(engine, paused), read_run(engine, queued)
+        assert (first.state, second.state) == (RunState.PAUSED, RunState.QUEUED)
+        drive = settings.state_folders[0]
+        goes_on = "The drive is full (x). It goes on by itself when there is room: it"
+        assert first.state_reason.startswith(f"{goes_on} needs 515.00 MiB in {drive}, free 51")
+        assert second.state_reason.startswith(f"Waits for space in the state directories: needs 514.50 MiB in {drive}, free 51")
     set_run(engine, expired, finished_at=now() - 7 * DAY)
     reconciler.tick()
-    assert [read_run(engine, run_id).state for run_id in (paused, queued)] == [RunState.STARTING, RunState.STARTING]
+    assert with_states(settings) == set()
+    first, second = read_run(engine, paused), read_run(engine, queued)
+    assert (first.state, first.pause_cause, second.state, second.state_reason) == (RunState.STARTING, None, RunState.STARTING, "")
+    assert first.queued_at == in_line_since, "a full drive costs nobody the place"
     assert read_run(engine, expired).state is RunState.FAILED
     reconciler.close()
 

@@ -46,6 +46,7 @@ def full(site: Site) -> dict[str, str]:
             dataset_id=plain.id,
             problem=PROBLEM if state is RunState.FAILED else None,
             state_reason="The GPU is held by another process." if state is RunState.QUEUED else "",
+            started_plan=arrange.make_plan().model_dump(mode="json") | {"micro_batch_size": 1, "kernels": LONG_WORD},
         )
         for state in RunState
     }

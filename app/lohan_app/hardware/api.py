@@ -19,6 +19,7 @@ def hardware(_: Reader, context: Context) -> HardwareView:
     profile, fault = service.measured(facts, context.settings)
     return HardwareView(
         facts=facts.model_dump(mode="json"),
+        gpu_users=service.gpu_users(context.engine, context.settings, facts),
         choices=service.choices(facts, context.settings),
         profile=profile,
         profile_problem=fault.to_dict() if fault is not None else None,

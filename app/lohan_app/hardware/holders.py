@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from lohan.hardware.probe import GpuHolder
 from lohan.units import format_bytes
+from lohan_app.hardware.schemas import GpuUser, GpuUserKind
 from lohan_app.settings import Settings
 from lohan_app.worker.launcher import RunFiles, TrainerNote
+
+if TYPE_CHECKING:
+    from lohan.hardware.probe import GpuFacts, GpuHolder
 
 
 def run_of(settings: Settings, pid: int) -> str | None:
@@ -36,3 +41,15 @@ def describe(holder: GpuHolder) -> str:
     known = [holder.name, f"of {holder.user}" if holder.user else "", format_bytes(holder.bytes) if holder.bytes else ""]
     details = ", ".join(part for part in known if part)
     return f"process {holder.pid}" + (f" ({details})" if details else "")
+
+
+def users_of(settings: Settings, gpu: GpuFacts, reserved: Mapping[str, str]) -> list[GpuUser]:
+    """Who uses the GPU; `reserved` has the names of the active runs that have it reserved, by id."""
+    found = []
+    for holder in gpu.holders:
+        run_id = run_of(settings, holder.pid)
+        kind = GpuUserKind.OTHER if run_id is None else GpuUserKind.RUN if run_id in reserved else GpuUserKind.ENDING
+        name = reserved.get(run_id or "")
+        found.append(GpuUser(kind=kind, run_id=run_id, run_name=name, pid=holder.pid, process=describe(holder)))
+    at_work = {user.run_id for user in found}
+    return found + [GpuUser(kind=GpuUserKind.RUN, run_id=id_, run_name=name) for id_, name in reserved.items() if id_ not in at_work]

@@ -27,7 +27,8 @@ def _fields(context: AppContext) -> dict[str, Any]:
         facts = context.hardware.facts()
     except LohanError as error:
         return fields | {"problem": error}
-    return fields | {"facts": facts, "choices": service.choices(facts, context.settings)}
+    users = service.gpu_users(context.engine, context.settings, facts)
+    return fields | {"facts": facts, "gpu_users": users, "choices": service.choices(facts, context.settings)}
 
 
 def _measured(context: AppContext, facts: HardwareFacts | None) -> dict[str, Any]:

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING
 
 from lohan.config import EngineSection
 from lohan.errors import ConfigError
+from lohan_app.db import read_transaction
+from lohan_app.hardware.holders import users_of
+from lohan_app.hardware.schemas import GpuUser
+from lohan_app.runs import queries
 from lohan_app.settings import Settings
 
 if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
     from lohan.hardware.probe import HardwareFacts
     from lohan.hardware.profile import HardwareProfile
 
@@ -83,6 +89,15 @@ def measured(
         return machine_profile(engine, usable_facts), None
     except ConfigError as error:
         return None, error
+
+
+def gpu_users(engine: Engine, settings: Settings, facts: HardwareFacts) -> dict[str, list[GpuUser]]:
+    """Who uses each GPU, by UUID."""
+    if not facts.gpus:
+        return {}
+    with read_transaction(engine) as session:
+        active = queries.active_runs(session)
+    return {gpu.uuid: users_of(settings, gpu, {run.id: run.name for run in active if gpu.uuid in run.devices}) for gpu in facts.gpus}
 
 
 def choices(facts: HardwareFacts, settings: Settings) -> list[str]:

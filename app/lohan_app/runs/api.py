@@ -9,14 +9,14 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from lohan.planning.plan import Plan
-from lohan_app.auth.dependencies import Reader, RunWriter
+from lohan_app.auth.dependencies import Reader, RequireAdmin, RunWriter
 from lohan_app.context import Context
 from lohan_app.entities import Metric, RunState
 from lohan_app.paging import DEFAULT_LIMIT, After, Limit, Page
 from lohan_app.runs import lifecycle, service
 from lohan_app.runs.archive import content_disposition, file_name_of, stream_zip
 from lohan_app.runs.requests import Request
-from lohan_app.runs.schemas import CurvesView, LogView, MetricsView, PlanRequest, RunDetail, RunRequest, RunView
+from lohan_app.runs.schemas import CurvesView, LogView, MetricsView, PlanRequest, RunChange, RunDetail, RunRequest, RunView
 from lohan_app.runs.service import Submission
 from lohan_app.runs.stream import parse_event_id
 
@@ -61,6 +61,12 @@ def list_runs(
 @router.get("/runs/{run_id}")
 def get_run(run_id: str, identity: Reader, context: Context) -> RunDetail:
     return service.get_run(context, identity, run_id)
+
+
+@router.patch("/runs/{run_id}")
+def change_run(run_id: str, body: RunChange, identity: RequireAdmin, context: Context) -> RunDetail:
+    """Set the priority of a run that has not ended (administrators); 409 where it has."""
+    return lifecycle.set_priority(context, identity, run_id, body.priority)
 
 
 @router.get("/runs/{run_id}/metrics")

@@ -14,6 +14,7 @@ from lohan.planning.kept_footprint import KEPT
 from lohan.planning.retention import BlockTiers, Retention
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
+from lohan_app.templating import MISSING, format_seconds
 
 TERM_NAMES = {
     "gpu": "{device}",
@@ -50,12 +51,13 @@ def count_steps(training: TrainingSection, rows: int) -> int | None:
     return max(1, -(-round(training.epochs * rows) // training.batch_size)) if rows else None
 
 
-def forecast_fields(plan: Mapping[str, Any] | None, total_steps: int | None) -> dict[str, Any]:
+def forecast_fields(plan: Mapping[str, Any] | None, total_steps: int | None, *, corrected_seconds: float | None = None) -> dict[str, Any]:
     """What pages show of a plan's time.
 
     Args:
         plan: as JSON; those that were stored by an earlier version have no forecast, or a form of it that is not known here.
         total_steps: of the run, where they are known.
+        corrected_seconds: what a step is foreseen to take since the first ones were measured; the plan's parts stay as they were foreseen.
     """
     forecast = _forecast(plan or {})
     if plan is None or forecast is None:
@@ -65,11 +67,13 @@ def forecast_fields(plan: Mapping[str, Any] | None, total_steps: int | None) -> 
     names = {term: name.format(device=device) for term, name in (CPU_TERM_NAMES if on_cpu else TERM_NAMES).items()}
     terms = [term for term in TERM_NAMES if any(phase.resources.get(term) for phase in forecast.phases)]
     more = " More would be kept if there were more memory." if forecast.is_memory_bound else ""
+    seconds = corrected_seconds or forecast.step_seconds
+    ratio = forecast.step_seconds / seconds if seconds else 1.0
     shown = {
-        "step_seconds": forecast.step_seconds,
-        "speed_text": f"{_figure(forecast.tokens_per_second)} tokens/s",
-        "flops_text": _flops(forecast.flops_per_second),
-        "total_seconds": total_steps * forecast.step_seconds if total_steps else None,
+        "step_seconds": seconds,
+        "speed_text": f"{_figure(forecast.tokens_per_second * ratio)} tokens/s",
+        "flops_text": _flops(forecast.flops_per_second * ratio),
+        "total_seconds": total_steps * seconds if total_steps else None,
         "total_steps": total_steps,
         "binding": names.get(forecast.binding, forecast.binding),
         "updated_share": forecast.updated_share,
@@ -95,6 +99,41 @@ def forecast_fields(plan: Mapping[str, Any] | None, total_steps: int | None) -> 
         "measured_at": _moment(forecast.profile_date),
     }
     return {"forecast": shown, "why_no_forecast": "", "plan_notes": list(plan.get("notes", ()))}
+
+
+def forecast_history(
+    plan: Mapping[str, Any] | None, started: Mapping[str, Any] | None, corrected_seconds: float | None
+) -> list[tuple[str, float]]:
+    """What a step was foreseen to take, when: as planned, as the run began, and since its first steps; those that are known."""
+    known = [("Planned", _forecast(plan or {})), ("At the start", _forecast(started or {}))]
+    told = [(label, found.step_seconds) for label, found in known if found is not None]
+    return told + ([("Corrected by the first steps", corrected_seconds)] if corrected_seconds is not None else [])
+
+
+def plan_changes(plan: Mapping[str, Any] | None, started: Mapping[str, Any] | None) -> list[tuple[str, str, str]]:
+    """What is different in the plan that a run began with: what, as it was queued, as it began."""
+    if not plan or not started:
+        return []
+    before, after = _telling(plan), _telling(started)
+    return [(name, before.get(name, MISSING), after.get(name, MISSING)) for name in before | after if before.get(name) != after.get(name)]
+
+
+def _telling(plan: Mapping[str, Any]) -> dict[str, str]:
+    """The decisions of a plan, in words. Its device is none: which of the suitable ones is free is known at the start alone."""
+    told = {
+        "Rows at once": str(plan.get("micro_batch_size", "")),
+        "Blocks move": {"block": "whole", "module": "module by module"}.get(str(plan.get("grain")), str(plan.get("grain", ""))),
+        "Parameter slots": str(plan.get("slots", "")),
+        "Units kept on the device": str(plan.get("kept_units", "")),
+        "Gradient buffers": str(plan.get("gradient_buffers", "")),
+        "States in RAM, at most": format_bytes(int(plan.get("ram_state_bytes", 0))),
+        "Kernels": str(plan.get("kernels", "")),
+    }
+    names = {Tier.GPU: "GPU memory", Tier.RAM: "RAM", Tier.SSD: "SSD"}
+    for tier in plan.get("tiers", ()):
+        told[names[Tier(tier["tier"])]] = format_bytes(sum(item["bytes"] for item in tier["items"]))
+    forecast = _forecast(plan)
+    return told | ({} if forecast is None else {"A step, about": format_seconds(forecast.step_seconds)})
 
 
 def _forecast(plan: Mapping[str, Any]) -> Forecast | None:

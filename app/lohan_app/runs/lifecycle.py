@@ -26,7 +26,7 @@ from lohan_app.errors import Conflict
 from lohan_app.runs import queries, repository, service
 from lohan_app.runs.announce import announce
 from lohan_app.runs.requests import Effect, Request, allowed, effect_of, wanted_by
-from lohan_app.runs.schemas import RunRequest, detail_of
+from lohan_app.runs.schemas import RunDetail, RunRequest
 from lohan_app.runs.service import Submission
 from lohan_app.runs.states import Trigger
 from lohan_app.storage.quota import planned_bytes
@@ -152,7 +152,7 @@ def _once(context: AppContext, identity: Identity, body: str, key: str | None, w
             session.expire_all()
             named = queries.named_run(session, run_id)
             assert named is not None, "it was held or made in this transaction"
-            detail = detail_of(named)
+            detail = service.detail(session, named)
             if key is not None:
                 reply = detail.model_dump(mode="json")
                 queries.store_reply(
@@ -166,6 +166,26 @@ def _once(context: AppContext, identity: Identity, body: str, key: str | None, w
         if answered is None:
             raise
         return answered
+
+
+def set_priority(context: AppContext, identity: Identity, run_id: str, priority: int) -> RunDetail:
+    """Have a run that has not ended start before those with a lower priority; whoever calls this has seen that an administrator asks.
+
+    Raises:
+        NotFound: see `ask`.
+        Conflict: the run has ended.
+    """
+    with write_transaction(context.engine) as session:
+        run = _held(session, identity, run_id)
+        if run.state in TERMINAL_STATES:
+            raise Conflict(f"the run is {run.state}: it is in no queue any more", place=run_id, remedy="Set the priority of its retry.")
+        run.priority = priority
+        add_audit_entry(session, user_id=identity.user_id, action="run.priority", subject=run_id, address=identity.address)
+        session.flush()
+        changed = service.detail(session, service.visible(session, identity, run_id))
+    announce(context.settings, run_id)
+    wake(context.settings)
+    return changed
 
 
 # ---------------------------------------------------------------- other runs made of this one

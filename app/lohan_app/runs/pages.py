@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from lohan.config import Precision
 from lohan.errors import CapacityError, LohanError
-from lohan_app.auth.dependencies import PageUser, require_session
+from lohan_app.auth.dependencies import PageUser, require_admin, require_session
 from lohan_app.auth.schemas import Identity, Scope
 from lohan_app.base_models import service as base_models
 from lohan_app.context import AppContext, Context
@@ -72,6 +72,7 @@ def _list_fields(
         "failure_words": {cause: f"{words[0].upper()}{words[1:]}" for cause, words in presentation.FAILURE_WORDS.items()},
         "quick_actions": presentation.QUICK_ACTIONS,
         "may_write": identity.may(Scope.RUNS),
+        "places": service.queue_places(context) if any(run.state is RunState.QUEUED for run in page.items) else {},
         "new_key": _new_key,
         "problem": problem,
     }
@@ -242,16 +243,32 @@ def run_page(request: Request, identity: PageUser, context: Context, run_id: str
 def _run_page(request: Request, context: AppContext, identity: Identity, run_id: str, problem: LohanError | None = None) -> HTMLResponse:
     fields = _summary(context, identity, run_id)
     run: RunDetail = fields["run"]
-    fields |= forecasts.forecast_fields(run.plan, run.total_steps or service.planned_steps_of(context, identity, run))
+    fields |= _forecast_fields(context, identity, run)
     fields |= {
         "events": _events(context, identity, run_id),
-        "plan": run.plan,
+        "plan": run.started_plan or run.plan,
         "settings": presentation.describe_settings(run.settings),
         "trash_expiry": trash_expiry(now(), rules_of(context.settings)),
         "trash_days": presentation.kept_for(context.settings.trash_days),
         "problem": problem,
     }
     return render(request, "runs/detail.html", fields, viewer=identity, status_code=problem_of_error(problem).status if problem else 200)
+
+
+def _forecast_fields(context: AppContext, identity: Identity, run: RunDetail) -> dict[str, Any]:
+    """What is foreseen of the run: as planned, as it began, as its first steps corrected it."""
+    steps = run.total_steps or service.planned_steps_of(context, identity, run)
+    shown = forecasts.forecast_fields(run.started_plan or run.plan, steps, corrected_seconds=run.corrected_step_seconds)
+    return shown | {
+        "forecasts": forecasts.forecast_history(run.plan, run.started_plan, run.corrected_step_seconds),
+        "plan_changes": forecasts.plan_changes(run.plan, run.started_plan),
+    }
+
+
+@router.get("/runs/{run_id}/partials/forecast")
+def run_forecast(request: Request, identity: PageUser, context: Context, run_id: str) -> HTMLResponse:
+    fields = _summary(context, identity, run_id)
+    return render(request, "runs/_foreseen.html", fields | _forecast_fields(context, identity, fields["run"]), viewer=identity)
 
 
 @router.get("/runs/{run_id}/partials/summary")
@@ -279,6 +296,16 @@ def _ask(context: AppContext, identity: Identity, run_id: str, wanted: requests.
         case _:
             lifecycle.ask(context, identity, run_id, wanted, key)
             return f"/runs/{run_id}"
+
+
+@router.post("/runs/{run_id}/priority", dependencies=[Depends(require_admin)])
+def set_priority(request: Request, identity: PageUser, context: Context, form: Form, run_id: str) -> Response:
+    """Set the run's priority; where that is refused, its page says why."""
+    try:
+        lifecycle.set_priority(context, identity, run_id, run_form.read_priority(form))
+    except LohanError as error:
+        return _run_page(request, context, identity, run_id, error)
+    return RedirectResponse(f"/runs/{run_id}", 303)
 
 
 @router.post("/runs/{run_id}/{wanted}")

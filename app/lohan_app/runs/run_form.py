@@ -9,7 +9,7 @@ from typing import Any
 from lohan.config import EngineSection, Precision, TrainingSection
 from lohan.units import GIB
 from lohan_app.forms import FormError, read_form, without_blanks
-from lohan_app.runs.schemas import PlanRequest, RunDetail, RunRequest
+from lohan_app.runs.schemas import PlanRequest, RunChange, RunDetail, RunRequest
 from lohan_app.storage.retention import KEEP_STATES_DAYS
 from lohan_app.templating import format_rate
 
@@ -116,6 +116,13 @@ def read_plan_request(form: Mapping[str, str]) -> PlanRequest:
     """Raises FormError."""
     wanted = {"base_model_id": form.get("base_model_id", ""), "dataset_id": form.get("dataset_id") or None}
     return read_form(PlanRequest, wanted | _sections(form))
+
+
+def read_priority(form: Mapping[str, str]) -> int:
+    """Raises FormError."""
+    text = form.get("priority", "").strip()
+    is_number = text.removeprefix("-").isdecimal() and len(text) < 10
+    return read_form(RunChange, {"priority": int(text) if is_number else text}).priority
 
 
 def read_run_request(form: Mapping[str, str], *, fallback_name: str) -> RunRequest:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from lohan.config import ActivationPolicy, EngineSection, TrainingSection, UnsafeFilesystems
 from lohan_app.auth.schemas import DisplayName
 from lohan_app.entities import Metric, PauseCause, RunState, Wanted
+from lohan_app.runs.line import QueuePlace
 from lohan_app.runs.requests import Request, allowed
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ def _no_boolean(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("expected a number or text, found true or false")
     return value
+
+
+Priority = Annotated[int, Field(ge=-100, le=100, strict=True)]
+"""0 where nobody has set one."""
 
 
 class TrainingRequest(TrainingSection):
@@ -119,6 +124,10 @@ class RunView(BaseModel):
     """Of a paused run: `request`, or `disk_full`, which goes on by itself when there is room."""
     start_after: datetime | None
     """Before then its next attempt does not begin."""
+    priority: int = 0
+    """Runs with a higher one come first in the queue; set by administrators."""
+    queued_at: datetime | None = None
+    """Since when it is in line."""
     allowed: list[Request]
     """What can be asked of it now."""
     devices: list[str]
@@ -148,7 +157,21 @@ class RunDetail(RunView):
     settings: dict[str, Any]
     """`{"training": {…}, "engine": {…}}`."""
     plan: dict[str, Any] | None
-    """`lohan.planning.plan.Plan` as JSON."""
+    """`lohan.planning.plan.Plan` as JSON: what it was queued with."""
+    started_plan: dict[str, Any] | None = None
+    """The plan that its latest attempt began with, made for the machine as it was then; null before the first."""
+    corrected_step_seconds: float | None = None
+    """What a step is foreseen to take since the first steps corrected the forecast; null where they have not."""
+    queue_place: QueuePlace | None = None
+    """Of a queued run."""
+
+
+class RunChange(BaseModel):
+    """What an administrator changes of a run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    priority: Priority
 
 
 def view_of(named: NamedRun) -> RunView:
@@ -156,13 +179,13 @@ def view_of(named: NamedRun) -> RunView:
     return RunView.model_validate(_fields(named, RunView))
 
 
-def detail_of(named: NamedRun) -> RunDetail:
-    """The run with its settings and plan."""
-    return RunDetail.model_validate(_fields(named, RunDetail))
+def detail_of(named: NamedRun, place: QueuePlace | None) -> RunDetail:
+    """The run with its settings, plans and place in the queue."""
+    return RunDetail.model_validate(_fields(named, RunDetail, queue_place=place))
 
 
-def _fields(named: NamedRun, kind: type[RunView]) -> dict[str, Any]:
-    names: dict[str, Any] = {"owner_name": named.owner_name, "base_model_name": named.base_model_name, "dataset_name": named.dataset_name}
+def _fields(named: NamedRun, kind: type[RunView], **others: Any) -> dict[str, Any]:
+    names = {"owner_name": named.owner_name, "base_model_name": named.base_model_name, "dataset_name": named.dataset_name} | others
     names["allowed"] = allowed(named.run)
     return {field: getattr(named.run, field) for field in kind.model_fields if field not in names} | names
 

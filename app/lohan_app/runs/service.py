@@ -32,11 +32,13 @@ from lohan_app.entities import (
     RunEvent,
     RunState,
 )
+from lohan_app.entities.base import now
 from lohan_app.errors import Conflict, NotFound, Unprocessable
 from lohan_app.paging import DEFAULT_LIMIT, Page, make_page
 from lohan_app.runs import curves as curves_of
 from lohan_app.runs import queries
 from lohan_app.runs.forecasts import count_steps
+from lohan_app.runs.line import WINDOW, QueuePlace, device_seconds, in_order, places
 from lohan_app.runs.logs import read_log
 from lohan_app.runs.planning import plan_run, suggested_precision
 from lohan_app.runs.schemas import (
@@ -264,14 +266,14 @@ def _store(context: AppContext, identity: Identity, request: RunRequest, made: P
         )
         session.add(run)
         session.flush()
-        detail = detail_of(queries.NamedRun(run, identity.user_name, model.name, dataset.name))
+        queued = detail(session, queries.NamedRun(run, identity.user_name, model.name, dataset.name))
         if key is not None:
-            reply = detail.model_dump(mode="json")
+            reply = queued.model_dump(mode="json")
             queries.store_reply(
                 session, IdempotencyKey(user_id=identity.user_id, key=key, body_hash=body_hash, status_code=201, reply=reply)
             )
         add_audit_entry(session, user_id=identity.user_id, action="run.submit", subject=run.id, address=identity.address)
-    return Submission(detail, is_replay=False)
+    return Submission(queued, is_replay=False)
 
 
 # ---------------------------------------------------------------- reading
@@ -292,7 +294,26 @@ def list_runs(
 def get_run(context: AppContext, identity: Identity, run_id: str) -> RunDetail:
     """Raises NotFound where there is none that this user may see."""
     with read_transaction(context.engine) as session:
-        return detail_of(visible(session, identity, run_id))
+        return detail(session, visible(session, identity, run_id))
+
+
+def detail(session: Session, named: queries.NamedRun) -> RunDetail:
+    """The run with its settings, plans and place in the queue."""
+    place = places_in_queue(session).get(named.run.id) if named.run.state is RunState.QUEUED else None
+    return detail_of(named, place)
+
+
+def places_in_queue(session: Session) -> dict[str, QueuePlace]:
+    """The place of every queued run, by id: in the order in which the reconciler asks for them."""
+    at = now()
+    seconds = device_seconds(queries.device_uses(session, at - WINDOW), at)
+    return places(in_order(queries.queued_runs(session), seconds), seconds)
+
+
+def queue_places(context: AppContext) -> dict[str, QueuePlace]:
+    """The place of every queued run, by id."""
+    with read_transaction(context.engine) as session:
+        return places_in_queue(session)
 
 
 def visible(session: Session, identity: Identity, run_id: str) -> queries.NamedRun:

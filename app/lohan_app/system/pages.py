@@ -82,8 +82,10 @@ def _fields(context: AppContext, identity: Identity) -> dict[str, Any]:
         return runs.list_runs(context, identity, limit=limit, states=states).items
 
     running = runs_in(ACTIVE_STATES, MAXIMUM_LIMIT)
-    # The list is newest first; the queue is shown as it moves, oldest first.
-    queued = runs_in(frozenset({RunState.QUEUED}), MAXIMUM_LIMIT)[::-1][:QUEUED_SHOWN]
+    queued, places = runs_in(frozenset({RunState.QUEUED}), MAXIMUM_LIMIT), {}
+    if queued:
+        places = runs.queue_places(context)
+        queued.sort(key=lambda run: places[run.id].position if run.id in places else 0)
     finished = runs_in(frozenset(TERMINAL_STATES), FINISHED_SHOWN)
     steps = _first_steps(
         has_model=bool(base_models.list_models(context).items),
@@ -93,7 +95,8 @@ def _fields(context: AppContext, identity: Identity) -> dict[str, Any]:
     return {
         "first_steps": steps,
         "running": running,
-        "queued": queued,
+        "queued": queued[:QUEUED_SHOWN],
+        "places": places,
         "finished": finished,
         "phase_names": PHASE_NAMES,
         "service_warnings": _warnings(context),
