@@ -195,12 +195,18 @@ def test_a_run_that_does_not_fit_now_waits_and_one_that_never_will_fails(
     assert get(owner, run_id)["state"] == "queued", "it was asked for a moment ago, and is asked for again later"
 
 
+@pytest.mark.parametrize("kind", ["resumed", "retried"])
 def test_a_run_that_goes_on_keeps_what_its_states_are_laid_out_by(
-    engine: Engine, owner: Person, submit: Callable[..., str], tick: Callable[[], None]
+    engine: Engine, owner: Person, submit: Callable[..., str], tick: Callable[[], None], kind: str
 ) -> None:
     run_id = submit(owner)
     before = read_run(engine, run_id).plan | {"micro_batch_size": 1, "chunk_parameters": 4096}
     set_run(engine, run_id, step=2, attempt=1, started_plan=before)
+    if kind == "retried":
+        set_run(engine, run_id, state=RunState.FAILED)
+        run_id = owner.client.post(f"/api/v1/runs/{run_id}/retry").json()["id"]
+        assert get(owner, run_id)["plan"] == before
+        set_run(engine, run_id, prepared_at=now())
     tick()
     began = Plan.model_validate(get(owner, run_id)["started_plan"])
     assert (began.micro_batch_size, began.chunk_parameters, began.batch_size) == (1, 4096, 2)

@@ -74,8 +74,8 @@ class Run(Entity):
     """What a step is foreseen to take since the first steps have corrected the forecast; null where they have not."""
     priority: Mapped[int] = mapped_column(default=0, server_default="0")
     """Set by administrators: runs with a higher one come first in the queue."""
-    queued_at: Mapped[datetime | None] = mapped_column(default=now)
-    """Since when it is in line. Kept where its trainer was interrupted or a drive was full: it takes its old place then."""
+    queued_at: Mapped[datetime | None]
+    """Since when it is in line; null of a draft. Kept where its trainer was interrupted or a drive was full: it takes its old place."""
     wanted: Mapped[Wanted] = mapped_column(text_enum(Wanted), default=Wanted.RUN)
     state: Mapped[RunState] = mapped_column(text_enum(RunState), default=RunState.QUEUED)
     state_reason: Mapped[str] = mapped_column(Text, default="")

@@ -237,7 +237,8 @@ def retry(context: AppContext, identity: Identity, run_id: str, idempotency_key:
         # It takes over what its parent has on the drives, which its owner holds already.
         need_bytes = planned_bytes(run.plan) - states_bytes(context.settings, run_id)
         service.check_quota(session, context, identity, run.owner_id, need_bytes)
-        return _add(session, identity, run, RunState.QUEUED, owner_id=run.owner_id, name=run.name, plan=run.plan, parent_id=run.id)
+        plan = run.started_plan or run.plan  # by which its states are laid out
+        return _add(session, identity, run, RunState.QUEUED, owner_id=run.owner_id, name=run.name, plan=plan, parent_id=run.id)
 
     answer = _once(context, identity, f"retry {run_id}", idempotency_key, work)
     if not answer.is_replay:
@@ -269,6 +270,7 @@ def _add(session: Session, identity: Identity, source: Run, state: RunState, **c
         skip_bad_rows=source.skip_bad_rows,
         settings=source.settings,
         state=state,
+        queued_at=now() if state is RunState.QUEUED else None,
         devices=[],
         **columns,
     )

@@ -56,7 +56,8 @@ def plan_at_start(model: BaseModel, run: Run, *, device: str, hardware: Hardware
     training = TrainingSection.model_validate(run.settings.get("training", {}))
     engine = EngineSection.model_validate(run.settings.get("engine", {})).model_copy(update={"device": device})
     before = run.started_plan or run.plan
-    if before is not None and run.step > 0 and engine.durability is not Durability.NONE:
+    goes_on = run.step > 0 or run.parent_id is not None
+    if before is not None and goes_on and engine.durability is not Durability.NONE:
         found = Plan.model_validate(before)
         engine = engine.model_copy(update={"grain": UnitGrain(found.grain), "chunk_parameters": found.chunk_parameters})
         if engine.micro_batch_size is None:

@@ -127,7 +127,7 @@ class RunView(BaseModel):
     priority: int = 0
     """Runs with a higher one come first in the queue; set by administrators."""
     queued_at: datetime | None = None
-    """Since when it is in line."""
+    """Since when it is in line; null of a draft."""
     allowed: list[Request]
     """What can be asked of it now."""
     devices: list[str]

@@ -262,6 +262,7 @@ def _store(context: AppContext, identity: Identity, request: RunRequest, made: P
             settings=settings_of(request, training),
             plan=stored_plan,
             state=RunState.QUEUED,
+            queued_at=now(),
             devices=[],
         )
         session.add(run)

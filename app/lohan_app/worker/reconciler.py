@@ -149,7 +149,7 @@ class Reconciler:
             return str(answer)
         # Where nobody's end is waited for, the machine has changed since the plan was made: another plan may fit.
         patience = self._plans.setdefault(run.id, _Patience(REPLAN_SECONDS))
-        if not patience.is_due():
+        if isinstance(answer, str) and not patience.is_due():
             return run.state_reason
         made = self._replanner.plan(run, device, machine, line.held, states)
         if isinstance(made, CapacityError):

@@ -17,6 +17,7 @@ from lohan.planning.plan import Plan
 from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import BaseModel, Run, RunState
 from lohan_app.runs import repository
+from lohan_app.runs.announce import announce
 from lohan_app.runs.planning import plan_at_start
 from lohan_app.runs.states import Trigger
 from lohan_app.settings import Settings
@@ -95,4 +96,5 @@ class Replanner:
         problem = {**error.to_dict(), "message": message, "cause": str(FailureCause.CAPACITY)}
         with write_transaction(self._engine) as session:
             repository.fire(session, run.id, Trigger.FAIL, only_from=RunState.QUEUED, problem=problem, state_reason=message)
+        announce(self._settings, run.id)
         logger.info("%s: %s", run.id, message)
