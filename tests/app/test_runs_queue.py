@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fixtures.runs import make_run, read_run
-from fixtures.service import BOTH_DATABASES, Person, page_text
+from fixtures.service import Person, page_text
 from fixtures.things import ready_dataset, ready_model, run_body
 from sqlalchemy import Engine, select, update
 
@@ -58,7 +58,7 @@ def get(person: Person, run_id: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- places and priority
-@BOTH_DATABASES
+@pytest.mark.database
 def test_a_queued_run_says_its_place_and_why(engine: Engine, owner: Person, mate: Person, submit: Callable[..., str]) -> None:
     first, second, of_mate = submit(owner), submit(owner), submit(mate)
     with write_transaction(engine) as session:
