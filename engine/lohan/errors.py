@@ -66,6 +66,10 @@ class CapacityError(LohanError):
         self.holders = dict(holders or {})
 
 
+class DriveSpaceError(CapacityError):
+    """The drives have too little room free now; emptied, they would have enough."""
+
+
 class StorageError(LohanError, OSError):
     """A file operation failed; carries the operating system's error number and the file offset in bytes, where there is one."""
 

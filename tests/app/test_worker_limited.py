@@ -11,7 +11,7 @@ import psutil
 import pytest
 from fixtures.tiny_model import make_tiny_model
 
-from lohan.errors import CapacityError, DataError, EngineError, LohanError
+from lohan.errors import CapacityError, DataError, DriveSpaceError, EngineError, LohanError
 from lohan.units import MIB
 from lohan_app.settings import Settings
 from lohan_app.worker.limited import AddressSpace, LimitError, _typed_error, run_limited, sweep_scratch
@@ -117,10 +117,11 @@ def test_a_module_that_cannot_run_is_quoted(settings: Settings) -> None:
 
 
 def test_every_error_of_the_engine_survives_the_way_back() -> None:
-    error = CapacityError("too little", need_bytes=5, have_bytes=3, place="here", remedy="Buy more.")
-    again = _typed_error(error.to_dict(), {"need_bytes": 5, "have_bytes": 3})
-    assert isinstance(again, CapacityError)
-    assert (again.need_bytes, again.have_bytes, again.to_dict()) == (5, 3, error.to_dict())
+    for kind in (CapacityError, DriveSpaceError):
+        error = kind("too little", need_bytes=5, have_bytes=3, place="here", remedy="Buy more.")
+        again = _typed_error(error.to_dict(), {"need_bytes": 5, "have_bytes": 3})
+        assert type(again) is kind
+        assert (again.need_bytes, again.have_bytes, again.to_dict()) == (5, 3, error.to_dict())
     strange = _typed_error({"kind": "annotations", "message": "odd", "place": None, "remedy": None}, {})
     assert type(strange) is EngineError
     assert isinstance(strange, LohanError)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from lohan.config import EngineSection, Precision, States, TrainingSection, UpdateSchedule
-from lohan.errors import CapacityError, ConfigError
+from lohan.errors import CapacityError, ConfigError, DriveSpaceError
 from lohan.hardware.probe import CpuFacts, GpuFacts, HardwareFacts, RamFacts, StateDirectoryFacts, _cpu, probe
 from lohan.hardware.profile import HardwareProfile
 from lohan.planning.plan import Plan
@@ -322,11 +322,22 @@ def test_machine_too_small_for_the_model_at_all():
 
 
 def test_states_that_do_not_fit_on_the_drives():
+    """A drive that is full now is told from one that is too small: the first may be emptied while the run waits."""
     with pytest.raises(CapacityError, match="SSD space: the run needs") as caught:
         plan_of(hardware=machine(ssd_gib=50))
     assert caught.value.have_bytes == 49 * GIB
+    assert type(caught.value) is CapacityError
+    with pytest.raises(DriveSpaceError, match="SSD space: the run needs"):
+        plan_of(hardware=filled(machine(ssd_gib=1000)))
     with pytest.raises(CapacityError):
         plan_of(hardware=machine(drives=()))
+
+
+def filled(hardware):
+    """The same machine with 1 GiB free on each drive."""
+    return hardware.model_copy(
+        update={"state_directories": tuple(one.model_copy(update={"free_bytes": GIB}) for one in hardware.state_directories)}
+    )
 
 
 def test_space_of_drives_adds_up_and_directories_on_one_drive_share_it():

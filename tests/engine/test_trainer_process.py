@@ -17,7 +17,16 @@ import torch
 from lohan.cli.commands import ExitCode
 from lohan.cli.show import describe
 from lohan.config import load_run_config
-from lohan.errors import CapacityError, ConfigError, DataError, EngineError, NonFiniteError, ResumeError, StorageError
+from lohan.errors import (
+    CapacityError,
+    ConfigError,
+    DataError,
+    DriveSpaceError,
+    EngineError,
+    NonFiniteError,
+    ResumeError,
+    StorageError,
+)
 from lohan.events import EventReader, EventType, FailureCause
 from lohan.planning.plan import Plan
 from lohan.training.failures import as_error, is_out_of_space, to_fields, write_stack
@@ -323,6 +332,7 @@ class AcceleratorError(RuntimeError):
         (lambda: ConfigError("odd"), FailureCause.SETTINGS),
         (lambda: ResumeError("odd"), FailureCause.RESUME),
         (lambda: CapacityError("small", need_bytes=2, have_bytes=1), FailureCause.CAPACITY),
+        (lambda: DriveSpaceError("full now", need_bytes=2, have_bytes=1), FailureCause.DISK_FULL),
         (lambda: AcceleratorError("CUDA error: words of tomorrow", 999), FailureCause.LOST_GPU),
         (lambda: AcceleratorError("CUDA error: device-side assert triggered", 710), FailureCause.PROGRAM),
         (lambda: RuntimeError("CUDA error: unspecified launch failure\nmore"), FailureCause.LOST_GPU),

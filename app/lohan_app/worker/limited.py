@@ -195,8 +195,8 @@ def _typed_error(error: dict[str, Any], numbers: dict[str, int]) -> LohanError:
     """The error as the class it had in the child, where that is one of the engine's."""
     found = getattr(errors, str(error["kind"]), EngineError)
     texts = {"place": error.get("place"), "remedy": error.get("remedy")}
-    if found is CapacityError:
-        return CapacityError(error["message"], need_bytes=numbers["need_bytes"], have_bytes=numbers["have_bytes"], **texts)
+    if isinstance(found, type) and issubclass(found, CapacityError):
+        return found(error["message"], need_bytes=numbers["need_bytes"], have_bytes=numbers["have_bytes"], **texts)
     if not (isinstance(found, type) and issubclass(found, LohanError)):
         found = EngineError
     return found(error["message"], **texts)

@@ -297,6 +297,12 @@ def ssd_capacity(hardware: HardwareFacts) -> int:
     return min(room, default=0)
 
 
+def emptied(hardware: HardwareFacts) -> HardwareFacts:
+    """The same machine with nothing on the drives of the state directories."""
+    drives = tuple(directory.model_copy(update={"free_bytes": directory.total_bytes}) for directory in hardware.state_directories)
+    return hardware.model_copy(update={"state_directories": drives})
+
+
 def choose_gpu(engine: EngineSection, hardware: HardwareFacts) -> GpuFacts | None:
     """The GPU a run uses; None for the CPU.
 

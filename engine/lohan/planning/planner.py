@@ -27,13 +27,13 @@ from lohan.config import (
     UnitGrain,
     UnsafeFilesystems,
 )
-from lohan.errors import CapacityError, ConfigError
+from lohan.errors import CapacityError, ConfigError, DriveSpaceError
 from lohan.hardware.probe import HardwareFacts
 from lohan.hardware.profile import HardwareProfile
 from lohan.planning.choice import Chooser
 from lohan.planning.filesystems import REMEDY as FILESYSTEM_REMEDY
 from lohan.planning.filesystems import refusal
-from lohan.planning.fit import Fit, choose_gpu
+from lohan.planning.fit import Fit, choose_gpu, emptied
 from lohan.planning.footprint import ssd_bytes_read, ssd_bytes_written
 from lohan.planning.forecast import Forecast
 from lohan.planning.kernel_choice import choose_kernels
@@ -175,7 +175,8 @@ def _check_drives(fit: Fit, micro_batch: int) -> None:
     """See that the drives have room for the states, but for those that may lie in RAM instead.
 
     Raises:
-        CapacityError: they have not.
+        DriveSpaceError: they have not that much free.
+        CapacityError: they are too small.
     """
     states = fit.drives()
     short = states.used_bytes - states.capacity_bytes
@@ -186,7 +187,9 @@ def _check_drives(fit: Fit, micro_batch: int) -> None:
         in_ram = fit.most_ram_states(micro_batch, fit.inputs_placed(micro_batch, 0))
         if short <= in_ram:
             return
-    raise _capacity_error("SSD space", states, _space_remedy(fit, short, in_ram))
+    would_fit = states.used_bytes <= replace(fit, hardware=emptied(fit.hardware)).drives().capacity_bytes + in_ram
+    kind = DriveSpaceError if would_fit else CapacityError
+    raise _capacity_error("SSD space", states, _space_remedy(fit, short, in_ram), kind)
 
 
 def _choose_micro_batch(fit: Fit) -> tuple[int, int]:
@@ -314,9 +317,9 @@ def _space_remedy(fit: Fit, short: int, in_ram: int) -> str:
     return f'{remedy} With engine.ram_state_bytes = "auto" a part of the states may lie in RAM instead.'
 
 
-def _capacity_error(name: str, plan: TierUse, remedy: str) -> CapacityError:
+def _capacity_error(name: str, plan: TierUse, remedy: str, kind: type[CapacityError] = CapacityError) -> CapacityError:
     largest = max(plan.holders, key=lambda holder: holder.bytes)
-    return CapacityError(
+    return kind(
         f"the run needs {format_bytes(plan.used_bytes)}, {format_bytes(plan.capacity_bytes)} may be used;"
         f" most of it is {largest.name} ({format_bytes(largest.bytes)})",
         need_bytes=plan.used_bytes,

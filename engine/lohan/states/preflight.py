@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from lohan.config import Durability, UnsafeFilesystems
-from lohan.errors import CapacityError, ConfigError, ResumeError, StorageError
+from lohan.errors import CapacityError, ConfigError, DriveSpaceError, ResumeError, StorageError
 from lohan.hardware.probe import filesystem_type
 from lohan.planning.filesystems import REMEDY, refusal
 from lohan.states.streams import Stream
@@ -92,7 +92,8 @@ def check_space(folders: Sequence[Path], sizes: Mapping[tuple[int, Stream], int]
     """See that files of these sizes, by (directory, stream), have room; directories on one file system share its space.
 
     Raises:
-        CapacityError: a file system has too little.
+        DriveSpaceError: a file system has too little room free.
+        CapacityError: one is too small.
     """
     needs: dict[int, tuple[Path, int]] = {}
     for (directory, _), size_bytes in sizes.items():
@@ -100,12 +101,13 @@ def check_space(folders: Sequence[Path], sizes: Mapping[tuple[int, Stream], int]
         device = os.stat(folder).st_dev  # noqa: PTH116 - the number names the file system
         needs[device] = (folder, needs.get(device, (folder, 0))[1] + size_bytes)
     for folder, need in needs.values():
-        free = shutil.disk_usage(folder).free
-        if need > free:
-            raise CapacityError(
-                f"the model states need {format_bytes(need)}, {format_bytes(free)} are free",
+        drive = shutil.disk_usage(folder)
+        if need > drive.free:
+            error = DriveSpaceError if need <= drive.total else CapacityError
+            raise error(
+                f"the model states need {format_bytes(need)}, {format_bytes(drive.free)} are free",
                 need_bytes=need,
-                have_bytes=free,
+                have_bytes=drive.free,
                 place=str(folder),
                 remedy="Free space, or add a state directory on another drive.",
             )

@@ -12,6 +12,7 @@ from lohan.errors import (
     CapacityError,
     ConfigError,
     DataError,
+    DriveSpaceError,
     EngineError,
     LohanError,
     ModelError,
@@ -45,6 +46,8 @@ _LOST_GPU_TEXTS = (
 )
 _CAUSES: tuple[tuple[type[LohanError], FailureCause], ...] = (
     (NonFiniteError, FailureCause.NON_FINITE),
+    # Found by a look before anything was written: the same fault as a write that the drive refuses, and no fault of the run.
+    (DriveSpaceError, FailureCause.DISK_FULL),
     (CapacityError, FailureCause.CAPACITY),
     (StorageError, FailureCause.STORAGE),
     (DataError, FailureCause.DATA),
