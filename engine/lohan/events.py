@@ -109,12 +109,15 @@ def _json_ready(value: Any) -> Any:
 
 
 class EventWriter:
-    """Appends events of one attempt; each line is one `write` on an O_APPEND descriptor. Not thread-safe: one owner."""
+    """Appends events of one attempt; each line is one `write` on an O_APPEND descriptor. Not thread-safe: one owner.
+
+    An event that a full drive cut short never joins the next one: it is finished when there is room again, or its line is ended.
+    """
 
     def __init__(self, path: Path, *, attempt: int) -> None:
         self._file = path.open("ab", buffering=0)
-        if _ends_inside_a_line(path):  # a trainer was killed while it wrote; the next event must not join that line
-            self._file.write(b"\n")
+        # A trainer was killed while it wrote; the next event must not join that line.
+        self._is_inside_a_line = _ends_inside_a_line(path)
         self._attempt = attempt
         self._seq = 0
         self._folder, self._is_linked = path.parent, False
@@ -122,7 +125,19 @@ class EventWriter:
     def write(self, type: EventType, **fields: Any) -> None:
         self._seq += 1
         event = {"attempt": self._attempt, "seq": self._seq, "time": time.time(), "type": str(type), **_json_ready(fields)}
-        self._file.write(json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        self._append(json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        if self._is_inside_a_line:
+            self._append_whole(b"\n")
+        self._is_inside_a_line = True
+        self._append_whole(line)
+        self._is_inside_a_line = False
+
+    def _append_whole(self, content: bytes) -> None:
+        """The kernel takes what there is room for and says how much that was; only the next write is an error."""
+        while content:
+            content = content[self._file.write(content) :]
 
     def sync(self) -> None:
         """Bring what was written to the drive: it is there after a power failure too. Takes as long as the drive needs."""

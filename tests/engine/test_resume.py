@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 from lohan.cli.show import describe
 from lohan.config import Durability, RunConfig, parse_run_config
-from lohan.events import EventType, EventWriter, ExitReason, Phase
+from lohan.events import EventReader, EventType, EventWriter, ExitReason, Phase
 from lohan.hardware.probe import occupied_bytes, probe
 from lohan.planning.fit import SSD_RESERVE_BYTES
 from lohan.planning.plan import Plan
@@ -240,6 +241,25 @@ def test_the_attempt_is_counted_where_it_is_not_given(tmp_path):
         writer.write(EventType.WARNING, message="")
         writer.close()
     assert next_attempt(tmp_path) == 5
+
+
+def test_an_event_that_a_full_drive_cuts_short_is_an_error_and_never_joins_the_next(tmp_path):
+    """The kernel writes what there is room for and reports only that; the limit on a file's size stands for a drive's."""
+    path = tmp_path / "events.jsonl"
+    writer = EventWriter(path, attempt=1)
+    writer.write(EventType.WARNING, message="whole")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            writer.write(EventType.WARNING, message="cut short")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write(EventType.EXIT, reason=ExitReason.FAILED)
+    writer.close()
+    reader = EventReader(path)
+    assert [(event.seq, event.type) for event in reader.read()] == [(1, EventType.WARNING), (3, EventType.EXIT)]
+    assert reader.malformed == 1
 
 
 def test_what_the_states_occupy_is_not_asked_for_twice(tmp_path, monkeypatch):
