@@ -222,6 +222,16 @@ def test_attempts_are_lost_that_came_no_further(
         assert repository.lost_attempts(session, run_id, attempt=len(resumed)) == lost
 
 
+@pytest.mark.parametrize(("recorded", "lost"), [(0, 3), (4, 3), (5, 3), (6, 1)])
+def test_an_attempt_that_came_further_is_the_first_at_its_place(settings: Settings, engine: Engine, recorded: int, lost: int) -> None:
+    """Two that came no further than step 5, and one that the next will not have to do again."""
+    run_id = make_run(settings, engine, state=RunState.RUNNING)
+    record(engine, run_id, [started(attempt=attempt, resumed_step=5) for attempt in (1, 2, 3)])
+    with write_transaction(engine) as session:
+        assert repository.lost_attempts(session, run_id, attempt=3, recorded_step=recorded) == lost
+        assert repository.lost_attempts(session, run_id, attempt=5, recorded_step=recorded) == 5, "two more died before their first word"
+
+
 @pytest.mark.database
 def test_the_last_word_of_an_attempt_is_its_own(settings: Settings, engine: Engine) -> None:
     run_id = make_run(settings, engine, state=RunState.RUNNING)

@@ -213,7 +213,11 @@ def test_a_killed_trainer_is_queued_again_with_the_reason(settings: Settings, en
 
 
 def test_a_trainer_killed_in_every_attempt_fails(settings: Settings, engine: Engine) -> None:
-    run_id = make_run(settings, engine, state=RunState.STARTING, script={"kill_self_at_step": 2}, attempt=2)
+    """At its first step, when none is known to be recorded; a third attempt that came further is not the last."""
+    further = make_run(settings, engine, state=RunState.STARTING, script={"kill_self_at_step": 2}, attempt=2)
+    supervise(settings, further)
+    assert (read_run(engine, further).state, read_run(engine, further).attempt) == (RunState.QUEUED, 3)
+    run_id = make_run(settings, engine, state=RunState.STARTING, script={"kill_self_at_step": 1}, attempt=2)
     supervise(settings, run_id)
     run = read_run(engine, run_id)
     assert (run.state, run.attempt) == (RunState.FAILED, 3)

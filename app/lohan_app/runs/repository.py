@@ -196,11 +196,11 @@ def exit_event(session: Session, run_id: str, *, attempt: int) -> RunEvent | Non
     ).first()
 
 
-def lost_attempts(session: Session, run_id: str, *, attempt: int) -> int:
+def lost_attempts(session: Session, run_id: str, *, attempt: int, recorded_step: int = 0) -> int:
     """How many attempts, `attempt` included, have gone on from the step that `attempt` went on from.
 
-    A run that comes further with every attempt is not given up. What was ended by a request, by a host that stops or by a full drive
-    does not count.
+    A run that comes further with every attempt is not given up: where `recorded_step`, which the next attempt will go on from, lies behind
+    that step, `attempt` alone counts. What was ended by a request, by a host that stops or by a full drive does not count.
     """
     events = session.scalars(
         select(RunEvent).where(RunEvent.run_id == run_id, RunEvent.type.in_([EventType.STARTED, EventType.EXIT]))
@@ -213,7 +213,8 @@ def lost_attempts(session: Session, run_id: str, *, attempt: int) -> int:
         moved = begun.get(number, step) != step
         step = begun.get(number, step)
         lost = (0 if moved else lost) + (number not in excused)
-    return lost
+    # Before an attempt's first word what is recorded is the work of those before it.
+    return min(lost, 1) if attempt in begun and recorded_step > step else lost
 
 
 def _is_excused(fields: Mapping[str, Any]) -> bool:

@@ -37,7 +37,7 @@ from lohan_app.worker.patient_database import PatientDatabase, Stopped
 from lohan_app.worker.processes import FileLock, is_held, kill_session_with, oom_kill_count
 from lohan_app.worker.run_files import free_states_of_ended, weights_of, write_run_files
 from lohan_app.worker.trainer import Trainer, TrainerEnd
-from lohan_app.worker.verdict import Verdict, how_it_goes_on, judge, out_of_space
+from lohan_app.worker.verdict import Verdict, how_it_goes_on, judge, out_of_space, recorded_step
 from lohan_app.worker.wake import wake
 from lohan_app.worker.watch import Watch
 
@@ -225,7 +225,10 @@ class Supervisor:
         run = self._read()
         assert run is not None, "runs are not deleted while they are active"
         last_word = self._database.insist(lambda session: repository.exit_event(session, self._run_id, attempt=attempt), read_transaction)
-        lost = self._database.insist(lambda session: repository.lost_attempts(session, self._run_id, attempt=attempt), read_transaction)
+        reached = recorded_step(run)
+        lost = self._database.insist(
+            lambda session: repository.lost_attempts(session, self._run_id, attempt=attempt, recorded_step=reached), read_transaction
+        )
         verdict = judge(
             last_word.fields if last_word else None,
             end,

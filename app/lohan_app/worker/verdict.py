@@ -65,6 +65,11 @@ def how_it_goes_on(run: Run) -> str:
     return RESUME if run.step > 1 else START_AGAIN
 
 
+def recorded_step(run: Run) -> int:
+    """The step that the next attempt goes on from at the latest; 0 where that is the trainer's knowledge alone."""
+    return max(0, run.step - 1) if durability_of(run) is Durability.STEP else 0
+
+
 def judge(
     exit_fields: Mapping[str, Any] | None, end: TrainerEnd, *, lost_attempts: int, goes_on: str, log_tail: str, log_path: str
 ) -> Verdict:
