@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup constraints chromium filesystems up worker doctor demo test test-native test-native-soak test-parity test-crash test-engine test-app test-e2e \
+.PHONY: help setup constraints chromium filesystems up worker doctor demo test test-native test-native-soak test-parity test-crash test-soak test-engine test-app test-e2e \
         lint fmt types stubs migrate revision vendor bench bench-step-gpu bench-peers bench-planner bench-service clean
 
 BIN := .venv/bin
@@ -71,6 +71,10 @@ test-parity: setup  ## Compare the engine with plain PyTorch, step by step
 test-crash: setup filesystems  ## Kill trainers at random instants and every boundary of a step, cut the power, fail transfers (N=how many, SEED=which instants)
 	@LOHAN_CRASH_KILLS=$(or $(N),100) $(if $(SEED),LOHAN_CRASH_SEED=$(SEED)) $(PYTEST) tests/engine/test_crash.py tests/engine/test_crash_power_cut.py \
 		tests/engine/test_states_power_cut.py tests/engine/test_states_durability.py tests/engine/test_states_snapshots.py
+
+test-soak: setup filesystems  ## Kill random processes under ten runs for SECONDS=600 (FAULT=redis, postgres or disk, DATABASE=sqlite, SEED=which instants)
+	@LOHAN_SOAK_SECONDS=$(or $(SECONDS),600) LOHAN_SOAK_FAULT=$(or $(FAULT),none) LOHAN_SOAK_DATABASE=$(or $(DATABASE),postgres) \
+		$(if $(SEED),LOHAN_SOAK_SEED=$(SEED)) $(PYTEST) -s tests/soak
 
 test-engine: setup  ## Run the engine's tests
 	@$(PYTEST) tests/engine

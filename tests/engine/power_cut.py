@@ -26,21 +26,22 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 class LoopDrive:
-    """A file system of its own, mounted at `folder` inside the `with` block; `filesystem` is one of `MAKERS`.
+    """A file system of its own, of `image_bytes`, mounted at `folder` inside the `with` block; `filesystem` is one of `MAKERS`.
 
     Raises:
         OSError, subprocess.CalledProcessError: this machine cannot do that.
     """
 
-    def __init__(self, place: Path, filesystem: str) -> None:
+    def __init__(self, place: Path, filesystem: str, *, image_bytes: int = _IMAGE_BYTES) -> None:
         self._maker = MAKERS[filesystem]
         self.folder = place / "drive"
         self._image = place / "drive.img"
+        self._image_bytes = image_bytes
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True)
         with self._image.open("wb") as image:
-            image.truncate(_IMAGE_BYTES)
+            image.truncate(self._image_bytes)
         _run(*self._maker, str(self._image))
         self._mount()
         return self

@@ -145,7 +145,7 @@ def test_what_cannot_be_kept_is_refused_beforehand(tmp_path, monkeypatch):
         with pytest.raises(NamedSnapshotError, match="one already"):
             states.named.check_room("one")
         with monkeypatch.context() as patch:
-            patch.setattr(preflight.shutil, "disk_usage", lambda _path: type("Usage", (), {"free": 1000})())
+            patch.setattr(preflight.shutil, "disk_usage", lambda _path: type("Usage", (), {"free": 1000, "total": 1 << 40})())
             with pytest.raises(CapacityError) as caught:
                 states.named.check_room("two")
         assert caught.value.need_bytes > caught.value.have_bytes == 1000
