@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 
 import pytest
@@ -114,10 +115,10 @@ def test_a_second_message_changes_nothing(owner: Person, settings: Settings, eng
     assert (stored(engine, run_id).prepared_at, tokens.stat().st_ino) == (before, inode)
 
 
-def refusing(message: str, between: Callable[[], None] = lambda: None) -> Callable[..., None]:
+def refusing(error: Exception, between: Callable[[], None] = lambda: None) -> Callable[..., None]:
     def run_limited(*_arguments: object, **_options: object) -> None:
         between()
-        raise EngineError(message)
+        raise error
 
     return run_limited
 
@@ -125,7 +126,7 @@ def refusing(message: str, between: Callable[[], None] = lambda: None) -> Callab
 @pytest.mark.database
 def test_a_full_drive_pauses_a_run_that_is_being_prepared(owner: Person, settings: Settings, engine: Engine, monkeypatch):
     run_id = queued(engine, owner, ready_model(settings, engine), ready_dataset(settings, engine, owner))
-    monkeypatch.setattr(prepare, "run_limited", refusing("ended with exit code 1: OSError: [Errno 28] No space left on device"))
+    monkeypatch.setattr(prepare, "run_limited", refusing(OSError(errno.ENOSPC, "No space left on device")))
     prepare_run(settings, engine, run_id)
     run = stored(engine, run_id)
     assert (run.state, run.pause_cause, run.problem) == (RunState.PAUSED, PauseCause.DISK_FULL, None)
@@ -144,7 +145,7 @@ def test_a_task_that_fails_late_leaves_the_run_alone(owner: Person, settings: Se
             assert run is not None
             run.state, run.prepared_at = state, now()
 
-    monkeypatch.setattr(prepare, "run_limited", refusing("killed", other_task))
+    monkeypatch.setattr(prepare, "run_limited", refusing(EngineError("killed"), other_task))
     prepare_run(settings, engine, run_id)
     run = stored(engine, run_id)
     assert (run.state, run.problem) == (state, None)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from fixtures.tiny_model import make_tiny_model
 
-from lohan.errors import CapacityError, DataError, DriveSpaceError, EngineError, LohanError
+from lohan.errors import CapacityError, DataError, DriveSpaceError, EngineError, LohanError, StorageError
 from lohan.units import MIB
 from lohan_app.settings import Settings
-from lohan_app.worker.limited import AddressSpace, LimitError, _typed_error, run_limited, sweep_scratch
+from lohan_app.worker import confined
+from lohan_app.worker.limited import AddressSpace, LimitError, _outcome, _typed_error, run_limited, sweep_scratch
 
 ROW_CHECK = "lohan_app.datasets.row_check"
 MODEL_CHECK = "lohan_app.base_models.model_check"
@@ -125,6 +129,33 @@ def test_every_error_of_the_engine_survives_the_way_back() -> None:
     strange = _typed_error({"kind": "annotations", "message": "odd", "place": None, "remedy": None}, {})
     assert type(strange) is EngineError
     assert isinstance(strange, LohanError)
+
+
+FULL_DRIVE_ERRORS = {
+    "of the system": OSError(errno.ENOSPC, "No space left on device"),
+    "of a quota": OSError(errno.EDQUOT, "Disk quota exceeded"),
+    "of the engine": StorageError("the file cannot be written", errno=errno.ENOSPC),
+    "of a library": RuntimeError("I/O error: No space left on device (os error 28)"),
+}
+
+
+@pytest.mark.parametrize("error", FULL_DRIVE_ERRORS.values(), ids=FULL_DRIVE_ERRORS)
+def test_a_full_drive_is_told_by_the_exit_code_alone(
+    error: Exception, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Result and last words may lie on the drive that is full. It is no typed error: those say that what was read cannot be used."""
+    result, output = tmp_path / "result.json", tmp_path / "output.log"
+
+    def fail(_arguments: list[str]) -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "full_drive", SimpleNamespace(main=fail))
+    status = confined.main([str(result), "full_drive"])
+    assert not result.exists()
+    with pytest.raises(OSError, match="No space left") as caught:
+        _outcome(status, result, output, settings, 1.0)
+    assert caught.value.errno == errno.ENOSPC
+    assert not isinstance(caught.value, LohanError)
 
 
 def test_what_killed_workers_left_is_swept_and_what_may_be_in_use_is_not(settings: Settings) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 from datetime import timedelta
 
 from sqlalchemy import Engine, update
@@ -12,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from lohan.errors import ConfigError, DataError, LohanError, ModelError
 from lohan.events import FailureCause, Phase
+from lohan.training.failures import NO_SPACE
 from lohan_app.base_models.service import model_folder
 from lohan_app.datasets.service import rows_path
 from lohan_app.db import read_transaction, write_transaction
@@ -58,7 +57,9 @@ def prepare_run(settings: Settings, engine: Engine, run_id: str) -> None:
             settings,
             on_progress=lambda fraction: _note(settings, engine, run_id, phase_progress=fraction),
         )
-    except LohanError as error:
+    except (LohanError, OSError) as error:
+        if not isinstance(error, LohanError) and error.errno not in NO_SPACE:
+            raise
         with write_transaction(engine) as session:
             _give_up(session, run_id, error)
         announce(settings, run_id)
@@ -68,12 +69,12 @@ def prepare_run(settings: Settings, engine: Engine, run_id: str) -> None:
     wake(settings)
 
 
-def _give_up(session: Session, run_id: str, error: LohanError) -> None:
+def _give_up(session: Session, run_id: str, error: LohanError | OSError) -> None:
     """Fail the run, or pause it where a drive is full. A task that comes late, after another one has prepared the run, changes nothing."""
     run = repository.lock_run(session, run_id)
     if run is None or run.prepared_at is not None:
         return
-    if os.strerror(errno.ENOSPC) in error.message:  # the child's last words; its error number stayed with it
+    if not isinstance(error, LohanError):
         repository.fire(
             session, run_id, Trigger.RUN_OUT_OF_SPACE, only_from=RunState.QUEUED, state_reason="The drive of the data folder is full.",
             phase_progress=None, pause_cause=PauseCause.DISK_FULL, start_after=now() + timedelta(seconds=DISK_FULL_SECONDS),

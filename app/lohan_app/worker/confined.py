@@ -19,6 +19,9 @@ ERROR_NUMBERS = ("need_bytes", "have_bytes")  # what CapacityError carries besid
 PROGRESS_SUFFIX = ".progress"
 # The limits the kernel reports as an error of a call, rather than as a signal.
 MEMORY, FILE_SIZE, FILE_COUNT = "memory", "file size", "open files"
+OUT_OF_SPACE_STATUS = 7
+"""Exit code where a drive is full: neither a result nor last words could be relied on, as they may lie on that drive."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _ERRNO_LIMITS = {errno.ENOMEM: MEMORY, errno.EFBIG: FILE_SIZE, errno.EMFILE: FILE_COUNT}
 
 _result_path: Path | None = None
@@ -33,19 +36,35 @@ def report_progress(fraction: float) -> None:
 def main(arguments: list[str]) -> int:
     global _result_path
     _result_path = Path(arguments[0])
-    outcome: dict[str, Any]
     try:
-        outcome = {"result": import_module(arguments[1]).main(arguments[2:])}
+        _replace(_result_path, _run(arguments[1], arguments[2:]))
+    except Exception as error:
+        if not _is_full_drive(error):
+            raise
+        return OUT_OF_SPACE_STATUS
+    return 0
+
+
+def _run(module: str, arguments: list[str]) -> dict[str, Any]:
+    try:
+        return {"result": import_module(module).main(arguments)}
     except LohanError as error:
-        outcome = {"error": error.to_dict(), "numbers": {name: vars(error)[name] for name in ERROR_NUMBERS if name in vars(error)}}
+        if _is_full_drive(error):
+            raise
+        return {"error": error.to_dict(), "numbers": {name: vars(error)[name] for name in ERROR_NUMBERS if name in vars(error)}}
     except MemoryError:
-        outcome = {"limit": MEMORY}
+        return {"limit": MEMORY}
     except OSError as error:
         if error.errno not in _ERRNO_LIMITS:
             raise
-        outcome = {"limit": _ERRNO_LIMITS[error.errno]}
-    _replace(_result_path, outcome)
-    return 0
+        return {"limit": _ERRNO_LIMITS[error.errno]}
+
+
+def _is_full_drive(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _NO_SPACE
+    # Libraries in Rust and C++ wrap the system's words in errors of their own; ours may quote a user's text.
+    return not isinstance(error, LohanError) and any(os.strerror(number) in str(error) for number in _NO_SPACE)
 
 
 def _replace(path: Path, value: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ hands back what that returns; a typed error raised there is raised here again.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -78,6 +79,7 @@ def run_limited(
         LimitError: memory, CPU time, wall-clock time, file size or open files ran out.
         LohanError: the typed error that the module raised.
         EngineError: the child ended without a result; the message has its last words.
+        OSError: a drive is full (ENOSPC), which is no fault of what was read: the work can be done again when there is room.
     """
     limit_seconds = timeout_seconds or WALL_SECONDS_PER_CPU_SECOND * settings.worker_cpu_seconds
     root = _scratch_root(settings)
@@ -145,6 +147,8 @@ def _wait(child: subprocess.Popen[bytes], limit_seconds: float, progress: Path, 
 
 
 def _outcome(status: int | None, result: Path, output: Path, settings: Settings, limit_seconds: float) -> Any:
+    if status == confined.OUT_OF_SPACE_STATUS:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(settings.data_dir))
     words = output.read_bytes()[-4000:].decode(errors="replace").strip()
     if status is None:
         raise LimitError(f"the work took longer than {format_duration(limit_seconds)}", remedy="Use a smaller file.")
