@@ -86,8 +86,10 @@ class Killer:
         with suppress(psutil.Error):
             command = found.process.cmdline()
             attempt = int(command[command.index("--attempt") + 1])
-            events = RunFiles(self._appliance.settings.run_folder(found.run_id)).events
-            return tries_at_this_place(events, attempt=attempt) >= MAX_LOST_ATTEMPTS
+            files = RunFiles(self._appliance.settings.run_folder(found.run_id))
+            tries, has_come_further = tries_at_this_place(files.events, attempt=attempt)
+            # What a snapshot has recorded is the trainer's knowledge alone.
+            return tries >= MAX_LOST_ATTEMPTS and not (has_come_further and 'durability = "step"' in files.config.read_text())
         return False
 
     # ------------------------------------------------------------ the broker
@@ -144,8 +146,8 @@ def _free_bytes(folder: Path) -> int:
     return found.f_bfree * found.f_frsize
 
 
-def tries_at_this_place(events: Path, *, attempt: int) -> int:
-    """How many attempts in a row, `attempt` included, have gone on from the step where it did and came no further yet."""
+def tries_at_this_place(events: Path, *, attempt: int) -> tuple[int, bool]:
+    """How many attempts in a row, `attempt` included, have gone on from the step where it did, and whether it has come further since."""
     begun: dict[int, int] = {}
     last_step = 0
     with suppress(FileNotFoundError):
@@ -162,4 +164,4 @@ def tries_at_this_place(events: Path, *, attempt: int) -> int:
         tries = tries + 1 if begun.get(number, step) == step else 1
         step = begun.get(number, step)
     # No step begins before the one before it is recorded.
-    return 0 if last_step > step + 1 else tries
+    return tries, last_step > step + 1
