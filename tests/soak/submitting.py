@@ -107,6 +107,8 @@ class Submitter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        has_gone_on = self._thread.is_alive()
         self._done.set()
         self._thread.join(LIMIT_SECONDS)
+        assert has_gone_on, "the submitter fell over; its traceback is above"
         assert not self._thread.is_alive(), "a submission was never answered"

@@ -62,8 +62,10 @@ class TrainerWitness:
         return self
 
     def __exit__(self, *_: object) -> None:
+        has_looked_on = self._thread.is_alive()
         self._done.set()
         self._thread.join()
+        assert has_looked_on, "the witness fell over; its traceback is above"
 
 
 _INSERT = "INSERT INTO soak_transitions (run_id, source, target) VALUES (NEW.id, OLD.state, NEW.state)"
