@@ -1,4 +1,4 @@
-"""Asks the appliance for runs as a user does, over REST: a base model, a dataset, ten runs, and more when these end too soon."""
+"""Asks the appliance for runs as a user does, over REST: a base model, a dataset, runs, and more of them when these end too soon."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from lohan_app.entities import Run
 from lohan_app.entities.runs import TERMINAL_STATES
 from tests.soak.arrangements import Appliance
 
-RUNS = 10
 LIMIT_SECONDS = 600.0
 FEWEST_UNFINISHED = 3
 """With two devices: one of them waits in the queue."""
@@ -42,7 +41,7 @@ def make_client(appliance: Appliance) -> Client:
 
 
 class Submitter:
-    """Queues runs, ten at first; inside its `with` block, in a thread, another one whenever too few are left to be disturbed."""
+    """Queues runs, so many at first; inside its `with` block, in a thread, another one whenever too few are left to be disturbed."""
 
     def __init__(self, appliance: Appliance, engine: Engine, *, steps: int) -> None:
         self.run_ids: list[str] = []
@@ -51,7 +50,7 @@ class Submitter:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._refill, daemon=True)
 
-    def submit_ten(self) -> None:
+    def submit(self, count: int) -> None:
         models = self._settings.model_dirs[0]
         make_tiny_model(models / "tiny")
         rows = write_jsonl(models.parent / "rows.jsonl", messages_rows(32))
@@ -61,7 +60,7 @@ class Submitter:
         for path in (f"/base-models/{model['id']}", f"/datasets/{dataset['id']}"):
             found = self._client.wait(path, lambda found: found["state"] not in UNREADY, seconds=LIMIT_SECONDS)
             assert found["state"] == "ready", found
-        for _ in range(RUNS):
+        for _ in range(count):
             self._submit(secrets.token_hex(16))
 
     def states(self) -> list[str]:
