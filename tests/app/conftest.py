@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from fastapi import FastAPI
 from fixtures.broker import Queues
@@ -56,6 +57,13 @@ def engine(settings: Settings) -> Iterator[Engine]:
     engine = create_db_engine(settings)
     yield engine
     engine.dispose()
+
+
+@pytest.fixture
+def new_children() -> Callable[[], list[psutil.Process]]:
+    """Asks for this process's children other than those it had when the test began: servers of the whole session."""
+    before = psutil.Process().children()
+    return lambda: [child for child in psutil.Process().children() if child not in before]
 
 
 @pytest.fixture

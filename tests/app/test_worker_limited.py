@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,15 +87,17 @@ def test_cpu_time_names_itself(settings: Settings) -> None:
     assert "LOHAN_WORKER_CPU_SECONDS" in (caught.value.remedy or "")
 
 
-def test_wall_clock_time_names_itself_and_the_child_is_gone(settings: Settings) -> None:
+def test_wall_clock_time_names_itself_and_the_child_is_gone(settings: Settings, new_children: Callable[[], list[psutil.Process]]) -> None:
     with pytest.raises(LimitError) as caught:
         run_limited(ROW_CHECK, [ENDLESS], settings, timeout_seconds=1.0)
     assert "longer than 1 s" in caught.value.message
-    assert psutil.Process().children() == []
+    assert new_children() == []
     assert scratch_folders(settings) == []
 
 
-def test_the_child_tells_how_far_it_is_and_sees_no_secret(settings: Settings, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_tells_how_far_it_is_and_sees_no_secret(
+    settings: Settings, large: Path, monkeypatch: pytest.MonkeyPatch, new_children: Callable[[], list[psutil.Process]]
+) -> None:
     monkeypatch.setenv("LOHAN_DATABASE_URL", "postgresql://user:secret@host/name")
     told: list[float] = []
     environments: list[dict[str, str]] = []
@@ -102,7 +105,7 @@ def test_the_child_tells_how_far_it_is_and_sees_no_secret(settings: Settings, la
 
     def on_progress(fraction: float) -> None:
         told.append(fraction)
-        for child in psutil.Process().children():
+        for child in new_children():
             environments.append(child.environ())
             limits.extend(child.rlimit(kind) for kind in (psutil.RLIMIT_AS, psutil.RLIMIT_CORE))
             assert os.getsid(child.pid) == child.pid

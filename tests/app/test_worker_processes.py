@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -158,7 +158,9 @@ def test_limits_are_set(tmp_path: Path) -> None:
     assert done.stdout.strip() == "(5, 9) (64, 64) (0, 0)"
 
 
-def test_a_trainer_is_known_before_it_runs_and_never_runs_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_is_known_before_it_runs_and_never_runs_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_children: Callable[[], list[psutil.Process]]
+) -> None:
     """If the note cannot be written, the gate is never opened: nothing was started that a later supervisor would not find."""
     files = RunFiles(tmp_path)
     mark = tmp_path / "ran"
@@ -176,7 +178,7 @@ def test_a_trainer_is_known_before_it_runs_and_never_runs_unknown(tmp_path: Path
     (files.trainer_note / "in the way").touch()
     with pytest.raises(OSError, match=r"trainer\.json"):
         start_trainer(files, attempt=4, device="cpu:0", command=command)
-    assert psutil.Process().children() == []
+    assert new_children() == []
     assert not mark.exists()
 
 
