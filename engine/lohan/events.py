@@ -27,7 +27,7 @@ class EventType(StrEnum):
 
     What earlier attempts said of later steps holds no longer: these are done again."""
     PHASE = "phase"
-    """`phase` (a `Phase`), `progress` (0 to 1, or null while unknown), `detail` (a sentence)."""
+    """`phase` (a `Phase`), `progress` (0 to 1, or null while unknown), `detail` (a sentence); of a measurement also `eta_seconds`."""
     STEP = "step"
     """`step` (1-based), `total_steps`, `epoch`, `loss`, `learning_rate`, `gradient_norm` (before clipping), `clipped` (whether gradients
     were scaled down), `skipped` (whether the step was left out because one was NaN or infinite), `clip_rate` (of all steps so far),
@@ -40,6 +40,8 @@ class EventType(StrEnum):
     `foreseen_seconds` (of a step of a whole batch), `corrected_seconds` (the same by the corrected figures), `new_seconds` (of what the run
     does now), `factors` (how much longer than foreseen each thing took, by name; `everything` is on top of the others), `detail`
     (the same as a sentence)."""
+    NOTE = "note"
+    """`message`: something to know, and nothing wrong."""
     WARNING = "warning"
     """`message`, `remedy`."""
     EXIT = "exit"
@@ -48,13 +50,15 @@ class EventType(StrEnum):
 
 
 class Phase(StrEnum):
-    """What a trainer is doing, in the order in which it happens."""
+    """What a trainer is doing: the first five in a training, in this order."""
 
     PREPARING_DATA = "preparing_data"
     LOADING_MODEL = "loading_model"
     EVALUATING = "evaluating"
     TRAINING = "training"
     EXPORTING = "exporting"
+    MEASURING = "measuring"
+    """The machine, and a model's block on it."""
 
 
 class ExitReason(StrEnum):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lohan_app.entities import RunEvent, RunState, Wanted
+from lohan.events import Phase
+from lohan_app.entities import RunEvent, RunKind, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.runs.presentation import describe_events, describe_settings, fraction, phase_line, summary_fields
 from lohan_app.runs.schemas import RunDetail
@@ -18,6 +19,7 @@ def run(**values: Any) -> RunDetail:
     fields |= dict.fromkeys(("id", "owner_id", "owner_name", "name", "base_model_id", "base_model_name", "dataset_id"), "x")
     fields |= {"dataset_name": "x", "skip_bad_rows": False, "wanted": Wanted.RUN, "state": RunState.RUNNING, "state_reason": ""}
     fields |= {
+        "kind": RunKind.TRAIN,
         "allowed": [],
         "devices": [],
         "attempt": 1,
@@ -131,12 +133,35 @@ def test_a_silent_trainer_is_pointed_out() -> None:
 
 def test_settings_print_as_people_wrote_them() -> None:
     settings = {"training": {"learning_rate": 2e-5, "batch_size": 4096, "max_steps": None}, "engine": {"gpu_memory_bytes": 3 * 2**29}}
-    assert describe_settings(settings) == [("Batch size", "4,096"), ("Learning rate", "2e-5"), ("GPU memory at most", "1.5 GiB")]
+    assert describe_settings(run(settings=settings)) == [
+        ("Batch size", "4,096"),
+        ("Learning rate", "2e-5"),
+        ("GPU memory at most", "1.5 GiB"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "progress", "line", "settings"),
+    [
+        (RunKind.PROFILE, Phase.MEASURING, 0.25, [("Measuring", "now")], [("Device", "cpu"), ("Drives", "Left out")]),
+        (RunKind.EXPORT, Phase.EXPORTING, 0.5, [("Opening the states", "done"), ("Exporting", "now")], [("Weights", "fp32")]),
+    ],
+)
+def test_runs_that_make_no_steps_have_their_own_phases(
+    kind: RunKind, phase: Phase, progress: float, line: list[tuple[str, str]], settings: list[tuple[str, str]]
+) -> None:
+    stored = {"profile": {"device": "cpu", "drives": False}, "export": {"dtype": "fp32"}, "needs": {"ram_bytes": 2 * 2**30}}
+    shown = run(kind=kind, phase=phase, phase_progress=progress, settings=stored)
+    assert [(step["label"], step["status"]) for step in phase_line(shown)] == line
+    assert fraction(shown) == progress
+    assert describe_settings(shown) == [*settings, ("RAM reserved", "2.00 GiB")]
+    ended = run(kind=kind, state=RunState.SUCCEEDED, settings=stored)
+    assert {step["status"] for step in phase_line(ended)} == {"done"}
 
 
 def test_the_two_schedules_of_a_run_are_told_apart():
     settings = {"training": {"schedule": "linear", "clip": "global", "max_gradient_norm": 0.5}, "engine": {"schedule": "serial"}}
-    assert describe_settings(settings) == [
+    assert describe_settings(run(settings=settings)) == [
         ("Schedule", "linear"),
         ("Gradient clipping", "global"),
         ("Largest gradient norm", "0.5"),

@@ -17,11 +17,11 @@ from sqlalchemy.orm import Session
 
 from lohan.events import Event, EventType
 from lohan_app.db import write_transaction
-from lohan_app.entities import TERMINAL_STATES, Run, RunState, Wanted
+from lohan_app.entities import TERMINAL_STATES, Run, RunKind, RunState, Wanted
 from lohan_app.errors import Conflict
 from lohan_app.runs import lifecycle, repository
 from lohan_app.runs.repository import LostEpochError
-from lohan_app.runs.requests import EFFECTS, Effect, Request, allowed, effect_of, wanted_by
+from lohan_app.runs.requests import EFFECTS, UNKNOWN, Effect, Request, allowed, effect_of, wanted_by
 from lohan_app.runs.states import ACTIVE_STATES, TRANSITIONS, Trigger, next_state
 from lohan_app.settings import Settings
 
@@ -59,13 +59,45 @@ TABLE = """
     failed/*         . . . . . . + + x
     cancelled/*      . . . . . . + + x
 """
+# Of measurements and exports, which nothing is paused, stopped or drafted of.
+OTHER_TABLE = """
+    draft/*          . . . . ! . . . x
+    queued/run       . . = . ! . . . .
+    queued/pause     . . ? . ! . . . .
+    queued/stop      . . . . ! . . . .
+    queued/cancel    . . . . ! . . . .
+    starting/run     . . = . ? . . . .
+    starting/pause   . . ? . ? . . . .
+    starting/stop    . . . . ? . . . .
+    starting/cancel  . . . . = . . . .
+    running/run      . . = . ? k . . .
+    running/pause    . . ? . ? k . . .
+    running/stop     . . . . ? k . . .
+    running/cancel   . . . . = k . . .
+    pausing/run      . . = . ? k . . .
+    pausing/pause    . . ? . ? k . . .
+    pausing/stop     . . . . ? k . . .
+    pausing/cancel   . . . . = k . . .
+    paused/run       . . ! . ! . . . .
+    paused/pause     . . ! . ! . . . .
+    paused/stop      . . . . ! . . . .
+    paused/cancel    . . . . ! . . . .
+    cancelling/run   . . . . ? k . . .
+    cancelling/pause . . . . ? k . . .
+    cancelling/stop  . . . . ? k . . .
+    cancelling/cancel . . . . = k . . .
+    succeeded/*      . . . . . . . . x
+    failed/*         . . . . . . + . x
+    cancelled/*      . . . . . . + . x
+"""
+TABLES = {RunKind.TRAIN: TABLE, RunKind.PROFILE: OTHER_TABLE, RunKind.EXPORT: OTHER_TABLE}
 MARKS = {"!": Effect.NOW, "?": Effect.ASK, "k": Effect.KILL, "=": Effect.NOTHING, "+": Effect.MAKE, "x": Effect.REMOVE, ".": None}
 LOCKED_COLUMNS = [column.key for column in inspect(Run).columns]
 
 
-def written_down() -> dict[tuple[RunState, Wanted, Request], Effect | None]:
+def written_down(kind: RunKind) -> dict[tuple[RunState, Wanted, Request], Effect | None]:
     found = {}
-    for line in TABLE.split("\n"):
+    for line in TABLES[kind].split("\n"):
         if not line.strip():
             continue
         place, *marks = line.split()
@@ -76,10 +108,11 @@ def written_down() -> dict[tuple[RunState, Wanted, Request], Effect | None]:
     return found
 
 
-def test_every_request_in_every_state_does_what_is_written_down() -> None:
-    expected = written_down()
+@pytest.mark.parametrize("kind", RunKind)
+def test_every_request_in_every_state_does_what_is_written_down(kind: RunKind) -> None:
+    expected = written_down(kind)
     assert expected.keys() == set(itertools.product(RunState, Wanted, Request))
-    assert {key: effect_of(key[2], key[0], key[1]) for key in expected} == expected
+    assert {key: effect_of(key[2], key[0], key[1], kind) for key in expected} == expected
 
 
 def test_a_request_that_moves_a_run_has_a_way_in_the_state_machine() -> None:
@@ -91,12 +124,12 @@ def test_a_request_that_moves_a_run_has_a_way_in_the_state_machine() -> None:
 
 
 def test_what_is_allowed_changes_something_and_is_never_refused() -> None:
-    for state, wanted, step in itertools.product(RunState, Wanted, (0, 3)):
-        run = Run(state=state, wanted=wanted, step=step)
+    for kind, state, wanted, step in itertools.product(RunKind, RunState, Wanted, (0, 3)):
+        run = Run(kind=kind, state=state, wanted=wanted, step=step)
         for request in Request:
-            effect = effect_of(request, state, wanted)
+            effect = effect_of(request, state, wanted, kind)
             expected = effect not in (None, Effect.NOTHING) and not (request is Request.STOP and step == 0)
-            assert (request in allowed(run)) is expected, (state, wanted, step, request)
+            assert (request in allowed(run)) is expected, (kind, state, wanted, step, request)
 
 
 def put(session: Session, run_id: str, **values: Any) -> Run:
@@ -121,18 +154,19 @@ def asked(session: Session, owner: Person, run_id: str, request: Request) -> boo
         lifecycle.apply(session, owner.identity, run, request, {})
     except Conflict as error:
         assert str(run.state) in error.message
+        assert UNKNOWN[run.kind].get(request, "") in error.message
         assert "Allowed now: " in (error.remedy or "")
         return False
     return True
 
 
-def after_request(state: RunState, wanted: Wanted, request: Request) -> tuple[RunState, Wanted]:
+def after_request(state: RunState, wanted: Wanted, request: Request, kind: RunKind) -> tuple[RunState, Wanted]:
     """Where the tables say that a request leads."""
-    effect = effect_of(request, state, wanted)
+    effect = effect_of(request, state, wanted, kind)
     if effect in (None, Effect.NOTHING):
         return state, wanted
     if effect is Effect.KILL:
-        return state, Wanted.CANCEL if wanted is Wanted.CANCEL else Wanted.PAUSE
+        return state, Wanted.PAUSE if kind is RunKind.TRAIN and wanted is not Wanted.CANCEL else Wanted.CANCEL
     wanted = wanted if request is Request.SUBMIT else wanted_by(request)
     if effect is Effect.ASK:
         return state, wanted
@@ -159,14 +193,14 @@ def test_every_request_and_every_event_in_either_order(settings: Settings, engin
             taken = asked(session, owner, run_id, request)
             assert taken is (effect_of(request, here, wanted) is not None), (state, wanted, trigger, request)
             after = put(session, run_id)
-            assert (after.state, after.wanted) == after_request(here, wanted, request), (state, wanted, trigger, request)
+            assert (after.state, after.wanted) == after_request(here, wanted, request, RunKind.TRAIN), (state, wanted, trigger, request)
             if state in TERMINAL_STATES:
                 assert columns(after) == before
             # Somebody clicked, and then the event came.
             put(session, run_id, **before)
             taken = asked(session, owner, run_id, request)
             assert taken is (effect_of(request, state, wanted) is not None)
-            here, wish = after_request(state, wanted, request)
+            here, wish = after_request(state, wanted, request, RunKind.TRAIN)
             moved = next_state(here, trigger)
             assert repository.fire(session, run_id, trigger) is moved
             after = put(session, run_id)
@@ -174,6 +208,22 @@ def test_every_request_and_every_event_in_either_order(settings: Settings, engin
             if state in TERMINAL_STATES:
                 assert columns(after) == before
             put(session, run_id, **before)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RunKind if kind is not RunKind.TRAIN])
+def test_every_request_of_another_kind(settings: Settings, engine: Engine, owner: Person, kind: RunKind) -> None:
+    """What an event does is the same for every kind: `repository.fire` does not look at it. What a request does is not."""
+    parent_id = make_run(settings, engine) if kind is RunKind.EXPORT else None
+    run_id = make_run(settings, engine, kind=kind, step=3, parent_id=parent_id)
+    with write_transaction(engine) as session:
+        for state, wanted, request in itertools.product(RunState, Wanted, ASKED):
+            before = columns(put(session, run_id, state=state, wanted=wanted, kill_attempt=None, finished_at=None))
+            taken = asked(session, owner, run_id, request)
+            assert taken is (effect_of(request, state, wanted, kind) is not None), (state, wanted, request)
+            after = put(session, run_id)
+            assert (after.state, after.wanted) == after_request(state, wanted, request, kind), (state, wanted, request)
+            if not taken:
+                assert columns(after) == before
 
 
 @pytest.mark.database

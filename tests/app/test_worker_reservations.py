@@ -109,14 +109,15 @@ def test_the_processes_of_our_own_active_run_are_not_strangers_and_cpu_runs_do_n
     assert fit(Need("cpu", 0), mixed, []) == Reservation(["cpu:0"], 0)
 
 
-def test_trainers_of_our_own_are_told_by_their_sessions(settings: Settings, engine: Engine, tmp_path: Path) -> None:
-    """Also what they have started; a stranger whose command line looks like one is none."""
+@pytest.mark.parametrize("argument", ["run.toml", ""])
+def test_trainers_of_our_own_are_told_by_their_sessions(settings: Settings, engine: Engine, tmp_path: Path, argument: str) -> None:
+    """Also what they have started, and measurements, which get the run's folder; a stranger whose command line looks like one is none."""
     run_id = make_run(settings, engine)
     files = RunFiles(settings.run_folder(run_id))
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     with no_process_left(tmp_path):
         trainer = subprocess.Popen(
-            [sys.executable, "-c", program, str(files.config)],
+            [sys.executable, "-c", program, str(files.folder / argument)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         try:

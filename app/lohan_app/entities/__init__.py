@@ -4,7 +4,19 @@ from lohan_app.entities.accounts import ApiKey, AuditEntry, BrowserSession, Idem
 from lohan_app.entities.base import Entity, new_id
 from lohan_app.entities.base_models import BaseModel, BaseModelSource, BaseModelState
 from lohan_app.entities.datasets import Dataset, DatasetFormat, DatasetRowError, DatasetState
-from lohan_app.entities.runs import TERMINAL_STATES, DeviceUse, Metric, PauseCause, Run, RunCurve, RunEvent, RunMetric, RunState, Wanted
+from lohan_app.entities.runs import (
+    TERMINAL_STATES,
+    DeviceUse,
+    Metric,
+    PauseCause,
+    Run,
+    RunCurve,
+    RunEvent,
+    RunKind,
+    RunMetric,
+    RunState,
+    Wanted,
+)
 
 __all__ = [
     "TERMINAL_STATES",
@@ -27,6 +39,7 @@ __all__ = [
     "Run",
     "RunCurve",
     "RunEvent",
+    "RunKind",
     "RunMetric",
     "RunState",
     "SetupClaim",

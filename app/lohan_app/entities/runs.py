@@ -8,10 +8,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import BigInteger, ForeignKey, Index, String, Text
+from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from lohan_app.entities.base import Entity, Id, new_id, now, text_enum
+
+
+class RunKind(StrEnum):
+    """What a run does with the device and the memory that it is given."""
+
+    TRAIN = "train"
+    PROFILE = "profile"
+    """Measures how fast the machine is, and one block of a base model where one is named."""
+    EXPORT = "export"
+    """Writes what a training run has recorded, `parent_id`, as a Hugging Face folder."""
 
 
 class Wanted(StrEnum):
@@ -52,20 +62,29 @@ class PauseCause(StrEnum):
 
 
 class Run(Entity):
-    """A fine-tuning job; its folder is `<data>/runs/<id>/`."""
+    """A job of the queue: a training, or something else that needs a device or much memory; its folder is `<data>/runs/<id>/`."""
 
     __tablename__ = "runs"
-    __table_args__ = (Index("ix_runs_state_created_at", "state", "created_at"),)
+    __table_args__ = (
+        Index("ix_runs_state_created_at", "state", "created_at"),
+        CheckConstraint("kind <> 'train' OR (base_model_id IS NOT NULL AND dataset_id IS NOT NULL)", name="training_has_model_and_data"),
+        CheckConstraint("kind <> 'export' OR (base_model_id IS NOT NULL AND parent_id IS NOT NULL)", name="export_has_model_and_parent"),
+    )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True, default=lambda: new_id("run"))
+    kind: Mapped[RunKind] = mapped_column(text_enum(RunKind))
     owner_id: Mapped[str] = mapped_column(ForeignKey("users.id"), index=True)
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
+    """The run that it is a retry of; of an export the training whose states it reads."""
     name: Mapped[str] = mapped_column(String(255))
-    base_model_id: Mapped[str] = mapped_column(ForeignKey("base_models.id"))
-    dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
+    base_model_id: Mapped[str | None] = mapped_column(ForeignKey("base_models.id"))
+    """Null for a measurement without a model."""
+    dataset_id: Mapped[str | None] = mapped_column(ForeignKey("datasets.id"))
+    """Of a training run."""
     skip_bad_rows: Mapped[bool] = mapped_column(default=False)
     settings: Mapped[dict[str, Any]]
-    """`{"training": {…}, "engine": {…}}` as in `lohan.config.RunConfig`."""
+    """Of a training run `{"training": {…}, "engine": {…}}` as in `lohan.config.RunConfig`; of others `{"<kind>": {…}, "needs": {…}}`, see
+    `runs.kinds`."""
     plan: Mapped[dict[str, Any] | None]
     """The `Plan` it was queued with."""
     started_plan: Mapped[dict[str, Any] | None]
@@ -125,6 +144,10 @@ class Run(Entity):
     """When it was deleted: its files are gone, the row stays for what the queue owes to whom."""
     heartbeat_at: Mapped[datetime | None]
     """When the trainer last wrote an event; shown, and used to notice a hang, never to decide who owns the run."""
+
+    def __init__(self, **columns: Any) -> None:
+        # A column's own default comes with the insertion, and what a run needs and may be asked depends on its kind before that.
+        super().__init__(**({"kind": RunKind.TRAIN} | columns))
 
     def reserved_space(self, folders: Sequence[Path]) -> dict[str, int]:
         """Bytes that it has reserved in each state directory."""

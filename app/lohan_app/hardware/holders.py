@@ -28,7 +28,8 @@ def run_of(settings: Settings, pid: int) -> str | None:
         words = psutil.Process(leader).cmdline()
     except (OSError, psutil.Error):
         return None
-    for folder in (Path(word).parent for word in words if Path(word).name == "run.toml"):
+    for path in map(Path, words):  # the run's configuration, or what is no training gets its folder
+        folder = path.parent if path.name == "run.toml" else path
         files = RunFiles(settings.run_folder(folder.name))
         note = TrainerNote.read(files.trainer_note) if folder == files.folder else None
         if note is not None and note.pid == leader:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lohan.config import EngineSection
-from lohan.errors import ConfigError
+from lohan.errors import ConfigError, LohanError
 from lohan_app.db import read_transaction
 from lohan_app.hardware.holders import users_of
 from lohan_app.hardware.schemas import GpuUser
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from lohan.hardware.probe import HardwareFacts
     from lohan.hardware.profile import HardwareProfile
+    from lohan_app.context import AppContext
 
 # Free memory moves all the time, but a page that shows it need not ask the driver more often than people look.
 FRESH_SECONDS = 5.0
@@ -98,6 +99,18 @@ def gpu_users(engine: Engine, settings: Settings, facts: HardwareFacts) -> dict[
     with read_transaction(engine) as session:
         active = queries.active_runs(session)
     return {gpu.uuid: users_of(settings, gpu, {run.id: run.name for run in active if gpu.uuid in run.devices}) for gpu in facts.gpus}
+
+
+def device_choices(context: AppContext) -> list[tuple[str, str]]:
+    """Name and label of what a run may ask for as its device; of a machine that cannot be looked at the automatic choice alone."""
+    try:
+        facts = context.hardware.facts()
+    except LohanError:
+        return [("auto", "Automatic")]
+    allowed = context.settings.devices
+    gpus = [(gpu.uuid, f"GPU {gpu.index}: {gpu.name}") for gpu in facts.gpus if not allowed or gpu.uuid in allowed]
+    with_cpu = not gpus or any(name.startswith("cpu") for name in allowed)
+    return [("auto", "Automatic"), *gpus, *([("cpu", "CPU")] if with_cpu else [])]
 
 
 def choices(facts: HardwareFacts, settings: Settings) -> list[str]:

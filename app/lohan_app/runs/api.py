@@ -11,12 +11,12 @@ from starlette.concurrency import run_in_threadpool
 from lohan.planning.plan import Plan
 from lohan_app.auth.dependencies import Reader, RequireAdmin, RunWriter
 from lohan_app.context import Context
-from lohan_app.entities import Metric, RunState
+from lohan_app.entities import Metric, RunKind, RunState
 from lohan_app.paging import DEFAULT_LIMIT, After, Limit, Page
-from lohan_app.runs import lifecycle, service
+from lohan_app.runs import exports, lifecycle, service
 from lohan_app.runs.archive import content_disposition, file_name_of, stream_zip
 from lohan_app.runs.requests import Request
-from lohan_app.runs.schemas import CurvesView, LogView, MetricsView, PlanRequest, RunChange, RunDetail, RunRequest, RunView
+from lohan_app.runs.schemas import CurvesView, ExportRequest, LogView, MetricsView, PlanRequest, RunChange, RunDetail, RunRequest, RunView
 from lohan_app.runs.service import Submission
 from lohan_app.runs.stream import parse_event_id
 
@@ -52,10 +52,15 @@ def submit(
 
 @router.get("/runs")
 def list_runs(
-    identity: Reader, context: Context, after: After = None, limit: Limit = DEFAULT_LIMIT, state: RunState | None = None
+    identity: Reader,
+    context: Context,
+    after: After = None,
+    limit: Limit = DEFAULT_LIMIT,
+    state: RunState | None = None,
+    kind: RunKind | None = None,
 ) -> Page[RunView]:
-    """Newest first."""
-    return service.list_runs(context, identity, after, limit, None if state is None else {state})
+    """Newest first; of every kind where none is named."""
+    return service.list_runs(context, identity, after, limit, None if state is None else {state}, kind)
 
 
 @router.get("/runs/{run_id}")
@@ -95,7 +100,8 @@ def log_tail(run_id: str, identity: Reader, context: Context, offset: Annotated[
 
 
 # ---------------------------------------------------------------- requests
-def _reply(answer: Submission, response: Response) -> RunDetail:
+def reply(answer: Submission, response: Response) -> RunDetail:
+    """The run, with the header that tells a repeated reply."""
     if answer.is_replay:
         response.headers["Idempotent-Replayed"] = "true"
     return answer.run
@@ -104,31 +110,31 @@ def _reply(answer: Submission, response: Response) -> RunDetail:
 @router.post("/runs/{run_id}/pause")
 def pause(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
     """A run at work finishes its step and keeps what it can go on from; one that waits is paused at once."""
-    return _reply(lifecycle.ask(context, identity, run_id, Request.PAUSE, idempotency_key), response)
+    return reply(lifecycle.ask(context, identity, run_id, Request.PAUSE, idempotency_key), response)
 
 
 @router.post("/runs/{run_id}/resume")
 def resume(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
     """Back into the queue; it goes on from its last recorded step."""
-    return _reply(lifecycle.ask(context, identity, run_id, Request.RESUME, idempotency_key), response)
+    return reply(lifecycle.ask(context, identity, run_id, Request.RESUME, idempotency_key), response)
 
 
 @router.post("/runs/{run_id}/stop")
 def stop(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
     """End the training after the step at work, and keep its weights as the run's result."""
-    return _reply(lifecycle.ask(context, identity, run_id, Request.STOP, idempotency_key), response)
+    return reply(lifecycle.ask(context, identity, run_id, Request.STOP, idempotency_key), response)
 
 
 @router.post("/runs/{run_id}/cancel")
 def cancel(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
     """A run that waits is cancelled at once; one at work finishes its step first. Nothing of it is kept."""
-    return _reply(lifecycle.ask(context, identity, run_id, Request.CANCEL, idempotency_key), response)
+    return reply(lifecycle.ask(context, identity, run_id, Request.CANCEL, idempotency_key), response)
 
 
 @router.post("/runs/{run_id}/force-stop")
 def force_stop(run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None) -> RunDetail:
     """Kill a trainer that does not react. The run is paused at its last recorded step, or cancelled where that was asked for."""
-    return _reply(lifecycle.ask(context, identity, run_id, Request.FORCE_STOP, idempotency_key), response)
+    return reply(lifecycle.ask(context, identity, run_id, Request.FORCE_STOP, idempotency_key), response)
 
 
 @router.post("/runs/{run_id}/submit")
@@ -136,7 +142,7 @@ def submit_draft(
     run_id: str, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None
 ) -> RunDetail:
     """Put a draft into the queue, with a plan for the machine as it is now; 409 with need and have where it does not fit."""
-    return _reply(lifecycle.ask(context, identity, run_id, Request.SUBMIT, idempotency_key), response)
+    return reply(lifecycle.ask(context, identity, run_id, Request.SUBMIT, idempotency_key), response)
 
 
 @router.post("/runs/{run_id}/retry", status_code=201)
@@ -144,7 +150,7 @@ def retry(run_id: str, identity: RunWriter, context: Context, response: Response
     """A new run, `parent_id` naming this one, that goes on from what a failed run has recorded; from the start where it has nothing."""
     answer = lifecycle.retry(context, identity, run_id, idempotency_key)
     response.headers["Location"] = f"/api/v1/runs/{answer.run.id}"
-    return _reply(answer, response)
+    return reply(answer, response)
 
 
 @router.post("/runs/{run_id}/clone", status_code=201)
@@ -152,7 +158,23 @@ def clone(run_id: str, identity: RunWriter, context: Context, response: Response
     """A draft with the same settings; `POST …/submit` queues it."""
     answer = lifecycle.clone(context, identity, run_id, idempotency_key)
     response.headers["Location"] = f"/api/v1/runs/{answer.run.id}"
-    return _reply(answer, response)
+    return reply(answer, response)
+
+
+@router.post("/runs/{run_id}/exports", status_code=201)
+def export(
+    run_id: str, body: ExportRequest, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None
+) -> RunDetail:
+    """Queue a run of kind `export`: what a paused, failed or cancelled run has recorded, as a Hugging Face folder to download."""
+    answer = exports.submit_export(context, identity, run_id, body, idempotency_key)
+    response.headers["Location"] = f"/api/v1/runs/{answer.run.id}"
+    return reply(answer, response)
+
+
+@router.get("/runs/{run_id}/exports")
+def list_exports(run_id: str, identity: Reader, context: Context, after: After = None, limit: Limit = DEFAULT_LIMIT) -> Page[RunView]:
+    """The exports of a run, newest first."""
+    return exports.list_exports(context, identity, run_id, after, limit)
 
 
 @router.delete("/runs/{run_id}", status_code=204)
@@ -170,7 +192,7 @@ async def events(
     resume_after: Annotated[str | None, Query(alias="last_event_id")] = None,
 ) -> StreamingResponse:
     """Server-sent events: `state` first and at every change, then what the trainer says: `started`, `phase`, `step`,
-    `evaluation`, `plan_corrected`, `warning`, `exit`.
+    `evaluation`, `plan_corrected`, `note`, `warning`, `exit`.
 
     Resumes behind `Last-Event-ID` (or the query parameter `last_event_id`, as the metrics give it); without either it starts now.
     """

@@ -5,12 +5,10 @@ Each request is one transaction that holds the run's row: what it was decided by
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from lohan.config import Durability, Precision
@@ -20,14 +18,15 @@ from lohan_app.base_models import repository as base_models
 from lohan_app.context import AppContext
 from lohan_app.datasets import repository as datasets
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import TERMINAL_STATES, IdempotencyKey, PauseCause, Run, RunState, Wanted
+from lohan_app.entities import TERMINAL_STATES, PauseCause, Run, RunKind, RunState, Wanted
 from lohan_app.entities.base import now
-from lohan_app.errors import Conflict
-from lohan_app.runs import queries, repository, service
+from lohan_app.errors import Conflict, Forbidden
+from lohan_app.runs import exports, repository, service
 from lohan_app.runs.announce import announce
-from lohan_app.runs.requests import Effect, Request, allowed, effect_of, wanted_by
+from lohan_app.runs.kinds import needs_of
+from lohan_app.runs.once import Answer, once
+from lohan_app.runs.requests import UNKNOWN, Effect, Request, allowed, effect_of, wanted_after_kill, wanted_by
 from lohan_app.runs.schemas import RunDetail, RunRequest
-from lohan_app.runs.service import Submission
 from lohan_app.runs.states import Trigger
 from lohan_app.storage.quota import planned_bytes
 from lohan_app.storage.retention import KEEP_STATES_DAYS, durability_of
@@ -54,9 +53,6 @@ _VALUES: dict[Request, dict[str, Any]] = {
     Request.SUBMIT: {"state_reason": ""},
 }
 
-Answer = Submission
-"""The run as the request has left it, or as the same request, by its idempotency key, found it before."""
-
 
 def ask(context: AppContext, identity: Identity, run_id: str, request: Request, idempotency_key: str | None = None) -> Answer:
     """Pause, resume, stop, cancel, kill or submit the run. One that nobody works on is moved at once; otherwise its supervisor acts.
@@ -76,7 +72,7 @@ def ask(context: AppContext, identity: Identity, run_id: str, request: Request, 
         apply(session, identity, run, request, changes)
         return run_id
 
-    answer = _once(context, identity, f"{request} {run_id}", idempotency_key, work)
+    answer = once(context, identity, f"{request} {run_id}", idempotency_key, work)
     if answer.is_replay:
         return answer
     if answer.run.state is RunState.QUEUED and answer.run.prepared_at is None:
@@ -92,7 +88,7 @@ def apply(session: Session, identity: Identity, run: Run, request: Request, chan
     Raises:
         Conflict: see `ask`; nothing was changed.
     """
-    effect = effect_of(request, run.state, run.wanted)
+    effect = effect_of(request, run.state, run.wanted, run.kind)
     if effect is None:
         raise _refused(run, request)
     if effect is Effect.NOTHING:
@@ -102,7 +98,7 @@ def apply(session: Session, identity: Identity, run: Run, request: Request, chan
     add_audit_entry(session, user_id=identity.user_id, action=f"run.{request}", subject=run.id, address=identity.address)
     if effect is Effect.KILL:
         run.kill_attempt = run.attempt
-        run.wanted = Wanted.CANCEL if run.wanted is Wanted.CANCEL else Wanted.PAUSE
+        run.wanted = wanted_after_kill(run.kind, run.wanted)
     elif request is not Request.SUBMIT:
         run.wanted = wanted_by(request)
     if effect is Effect.ASK and run.state is RunState.PAUSED:
@@ -123,8 +119,12 @@ def _held(session: Session, identity: Identity, run_id: str) -> Run:
 
 def _refused(run: Run, request: Request) -> Conflict:
     being = " and being cancelled" if run.wanted is Wanted.CANCEL and run.state not in TERMINAL_STATES else ""
+    message = f"the run is {run.state}{being}: {request} is not possible"
+    unknown = UNKNOWN[run.kind].get(request)
+    if unknown is not None:
+        message += f" of a run of kind {run.kind}: {unknown}"
     possible = ", ".join(allowed(run)) or "nothing"
-    return Conflict(f"the run is {run.state}{being}: {request} is not possible", place=run.id, remedy=f"Allowed now: {possible}.")
+    return Conflict(message, place=run.id, remedy=f"Allowed now: {possible}.")
 
 
 def _check_has_result(run: Run) -> None:
@@ -133,39 +133,6 @@ def _check_has_result(run: Run) -> None:
     if run.state is RunState.PAUSED and durability_of(run) is Durability.NONE:
         remedy = "Resume it to begin again, or cancel it."
         raise Conflict("the run keeps nothing to go on from (durability none): what it has learned is gone", place=run.id, remedy=remedy)
-
-
-def _once(context: AppContext, identity: Identity, body: str, key: str | None, work: Callable[[Session], str]) -> Answer:
-    """Do `work` in one transaction with the reply's idempotency key, or give the reply that this key got before.
-
-    `work` returns the id of the run to reply with.
-    """
-    service.check_key(key)
-    body_hash = hashlib.sha256(body.encode()).hexdigest()
-    try:
-        with write_transaction(context.engine) as session:
-            answered = service.earlier_answer(session, identity, key, body_hash)
-            if answered is not None:
-                return answered
-            run_id = work(session)
-            session.flush()
-            session.expire_all()
-            named = queries.named_run(session, run_id)
-            assert named is not None, "it was held or made in this transaction"
-            detail = service.detail(session, named)
-            if key is not None:
-                reply = detail.model_dump(mode="json")
-                queries.store_reply(
-                    session, IdempotencyKey(user_id=identity.user_id, key=key, body_hash=body_hash, status_code=200, reply=reply)
-                )
-            return Answer(detail, is_replay=False)
-    except (IntegrityError, Conflict):
-        # The same key at the same time on PostgreSQL: the other request was first, and its reply is this one's too.
-        with read_transaction(context.engine) as session:
-            answered = service.earlier_answer(session, identity, key, body_hash)
-        if answered is None:
-            raise
-        return answered
 
 
 def set_priority(context: AppContext, identity: Identity, run_id: str, priority: int) -> RunDetail:
@@ -228,22 +195,40 @@ def retry(context: AppContext, identity: Identity, run_id: str, idempotency_key:
 
     def work(session: Session) -> str:
         run = _held(session, identity, run_id)
-        if effect_of(Request.RETRY, run.state, run.wanted) is None:
+        if effect_of(Request.RETRY, run.state, run.wanted, run.kind) is None:
             raise _refused(run, Request.RETRY)
         other = repository.unfinished_retry(session, run_id)
         if other is not None:
             raise Conflict(f"the run is being retried by {other}", place=run_id, remedy="Wait for that run, or cancel it.")
+        columns = _again(session, context, identity, run)
+        return _add(session, identity, run, RunState.QUEUED, owner_id=run.owner_id, name=run.name, **columns)
+
+    answer = once(context, identity, f"retry {run_id}", idempotency_key, work)
+    if not answer.is_replay:
+        if answer.run.prepared_at is None:
+            send("runs.prepare", answer.run.id, settings=context.settings)
+        wake(context.settings)
+    return answer
+
+
+def _again(session: Session, context: AppContext, identity: Identity, run: Run) -> dict[str, Any]:
+    """The columns of a run that does again what this one was to do; raises as `retry`."""
+    if run.kind is RunKind.TRAIN:
         service.check_parts(session, identity, _request_of(run))
         # It takes over what its parent has on the drives, which its owner holds already.
-        need_bytes = planned_bytes(run.plan) - states_bytes(context.settings, run_id)
-        service.check_quota(session, context, identity, run.owner_id, need_bytes)
-        plan = run.started_plan or run.plan  # by which its states are laid out
-        return _add(session, identity, run, RunState.QUEUED, owner_id=run.owner_id, name=run.name, plan=plan, parent_id=run.id)
-
-    answer = _once(context, identity, f"retry {run_id}", idempotency_key, work)
-    if not answer.is_replay:
-        send("runs.prepare", answer.run.id, settings=context.settings)
-    return answer
+        need_bytes = planned_bytes(run.plan) - states_bytes(context.settings, run.id)
+        columns: dict[str, Any] = {"parent_id": run.id, "plan": run.started_plan or run.plan}  # by which its states are laid out
+    else:
+        need_bytes = needs_of(run).result_bytes
+        columns = {"parent_id": run.id, "plan": None, "prepared_at": now()}
+    if run.kind is RunKind.PROFILE and not identity.is_admin:
+        raise Forbidden("only administrators measure the machine", place=run.id, remedy="Ask an administrator.")
+    if run.kind is RunKind.EXPORT:
+        assert run.parent_id is not None, "the database checks it"
+        exports.check_source(session, context.settings, repository.lock_run(session, run.parent_id))
+        columns["parent_id"] = run.parent_id
+    service.check_quota(session, context, identity, run.owner_id, need_bytes)
+    return columns
 
 
 def clone(context: AppContext, identity: Identity, run_id: str, idempotency_key: str | None = None) -> Answer:
@@ -251,20 +236,23 @@ def clone(context: AppContext, identity: Identity, run_id: str, idempotency_key:
 
     Raises:
         NotFound, Unprocessable: see `ask`.
-        Conflict: the run's model or dataset is gone.
+        Conflict: the run is no training, or its model or dataset is gone.
     """
 
     def work(session: Session) -> str:
         run = _held(session, identity, run_id)
+        if effect_of(Request.CLONE, run.state, run.wanted, run.kind) is None:
+            raise _refused(run, Request.CLONE)
         service.check_parts(session, identity, _request_of(run))
         name = f"Copy of {run.name}"[:NAME_CHARACTERS]
         return _add(session, identity, run, RunState.DRAFT, owner_id=identity.user_id, name=name, plan=None, parent_id=None)
 
-    return _once(context, identity, f"clone {run_id}", idempotency_key, work)
+    return once(context, identity, f"clone {run_id}", idempotency_key, work)
 
 
 def _add(session: Session, identity: Identity, source: Run, state: RunState, **columns: Any) -> str:
     made = Run(
+        kind=source.kind,
         base_model_id=source.base_model_id,
         dataset_id=source.dataset_id,
         skip_bad_rows=source.skip_bad_rows,
@@ -275,8 +263,10 @@ def _add(session: Session, identity: Identity, source: Run, state: RunState, **c
         **columns,
     )
     # Held, so that neither can be deleted before this run is there to need them.
-    base_models.get_locked(session, source.base_model_id)
-    datasets.get_locked(session, source.dataset_id)
+    if source.base_model_id is not None:
+        base_models.get_locked(session, source.base_model_id)
+    if source.dataset_id is not None:
+        datasets.get_locked(session, source.dataset_id)
     session.add(made)
     session.flush()
     action = "run.retry" if state is RunState.QUEUED else "run.clone"
@@ -290,13 +280,16 @@ def delete(context: AppContext, identity: Identity, run_id: str) -> None:
 
     Raises:
         NotFound: see `ask`.
-        Conflict: it has not ended, or a process still works in its folder.
+        Conflict: it has not ended, a process still works in its folder, or an export has yet to read its states.
     """
     with write_transaction(context.engine) as session:
         run = _held(session, identity, run_id)
-        if effect_of(Request.DELETE, run.state, run.wanted) is None:
+        if effect_of(Request.DELETE, run.state, run.wanted, run.kind) is None:
             raise _refused(run, Request.DELETE)
         service.check_at_rest(context.settings, run_id)
+        export = repository.unfinished_exports(session).get(run_id)
+        if export is not None:
+            raise Conflict(f"the run {export.name!r} is to read its states", place=run_id, remedy="Wait for that run, or cancel it.")
         if run.state is RunState.DRAFT:
             repository.fire(session, run_id, Trigger.REQUEST_CANCEL)
         repository.mark_deleted(session, run_id, now())

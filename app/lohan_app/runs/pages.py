@@ -18,13 +18,14 @@ from lohan_app.base_models import service as base_models
 from lohan_app.context import AppContext, Context
 from lohan_app.datasets import service as datasets
 from lohan_app.datasets.schemas import DatasetView
-from lohan_app.entities import BaseModelState, DatasetState, RunState
+from lohan_app.entities import BaseModelState, DatasetState, RunKind, RunState
 from lohan_app.entities.base import now
 from lohan_app.errors import problem_of_error
 from lohan_app.forms import FormError
+from lohan_app.hardware.service import device_choices
 from lohan_app.paging import MAXIMUM_LIMIT, After
-from lohan_app.runs import forecasts, lifecycle, presentation, requests, run_form, service
-from lohan_app.runs.schemas import RunDetail
+from lohan_app.runs import exports, forecasts, lifecycle, presentation, requests, run_form, service
+from lohan_app.runs.schemas import ExportRequest, RunDetail
 from lohan_app.runs.states import ACTIVE_STATES
 from lohan_app.storage import service as storage
 from lohan_app.storage.retention import rules_of, trash_expiry
@@ -45,6 +46,9 @@ FILTERS: dict[str, tuple[str, frozenset[RunState]]] = {
     "cancelled": ("Cancelled", frozenset({RunState.CANCELLED})),
 }
 Show = Annotated[str, Query(alias="show", max_length=20)]
+KINDS = {RunKind.TRAIN: "Trainings", RunKind.PROFILE: "Measurements", RunKind.EXPORT: "Exports"}
+EVERY_KIND = "all"
+ShownKind = Annotated[str, Query(alias="kind", max_length=20)]
 
 
 async def _form(request: Request) -> dict[str, str]:
@@ -57,13 +61,16 @@ Form = Annotated[dict[str, str], Depends(_form)]
 
 # ---------------------------------------------------------------- list
 def _list_fields(
-    context: AppContext, identity: Identity, show: str, after: str | None, problem: LohanError | None = None
+    context: AppContext, identity: Identity, show: str, kind: str, after: str | None, problem: LohanError | None = None
 ) -> dict[str, Any]:
     chosen = show if show in FILTERS else "all"
-    page = service.list_runs(context, identity, after, RUNS_SHOWN, states=FILTERS[chosen][1] or None)
+    kind = kind if kind in (*KINDS, EVERY_KIND) else RunKind.TRAIN
+    wanted = None if kind == EVERY_KIND else RunKind(kind)
+    page = service.list_runs(context, identity, after, RUNS_SHOWN, states=FILTERS[chosen][1] or None, kind=wanted)
     return {
         "runs": page.items,
         "show": chosen,
+        "kind": str(kind),
         "after": after,
         "next_after": page.next_cursor,
         # A filtered list may gain runs that were in another state before; only a page of ended runs stays as it is.
@@ -84,14 +91,20 @@ def _new_key() -> str:
 
 
 @router.get("/runs")
-def runs_page(request: Request, identity: PageUser, context: Context, show: Show = "all", after: After = None) -> HTMLResponse:
-    fields = _list_fields(context, identity, show, after) | {"filters": [(name, label) for name, (label, _) in FILTERS.items()]}
+def runs_page(
+    request: Request, identity: PageUser, context: Context, show: Show = "all", kind: ShownKind = RunKind.TRAIN, after: After = None
+) -> HTMLResponse:
+    fields = _list_fields(context, identity, show, kind, after)
+    fields["filters"] = [(name, label) for name, (label, _) in FILTERS.items()]
+    fields["kinds"] = [*((str(name), label) for name, label in KINDS.items()), (EVERY_KIND, "All kinds")]
     return render(request, "runs/index.html", fields, viewer=identity)
 
 
 @router.get("/runs/partials/list")
-def runs_list(request: Request, identity: PageUser, context: Context, show: Show = "all", after: After = None) -> HTMLResponse:
-    return render(request, "runs/_list.html", _list_fields(context, identity, show, after), viewer=identity)
+def runs_list(
+    request: Request, identity: PageUser, context: Context, show: Show = "all", kind: ShownKind = RunKind.TRAIN, after: After = None
+) -> HTMLResponse:
+    return render(request, "runs/_list.html", _list_fields(context, identity, show, kind, after), viewer=identity)
 
 
 @router.post("/runs/partials/list/{run_id}/{wanted}")
@@ -103,6 +116,7 @@ def ask_from_list(
     run_id: str,
     wanted: requests.Request,
     show: Show = "all",
+    kind: ShownKind = RunKind.TRAIN,
     after: After = None,
 ) -> HTMLResponse:
     """Ask something of a run in the list; the list comes back, with the reason where it was refused."""
@@ -111,21 +125,10 @@ def ask_from_list(
         _ask(context, identity, run_id, wanted, form)
     except LohanError as error:
         problem = error
-    return render(request, "runs/_list.html", _list_fields(context, identity, show, after, problem), viewer=identity)
+    return render(request, "runs/_list.html", _list_fields(context, identity, show, kind, after, problem), viewer=identity)
 
 
 # ---------------------------------------------------------------- new run
-def _devices(context: AppContext) -> list[tuple[str, str]]:
-    try:
-        facts = context.hardware.facts()
-    except LohanError:
-        return [("auto", "Automatic")]
-    allowed = context.settings.devices
-    gpus = [(gpu.uuid, f"GPU {gpu.index}: {gpu.name}") for gpu in facts.gpus if not allowed or gpu.uuid in allowed]
-    with_cpu = not gpus or any(name.startswith("cpu") for name in allowed)
-    return [("auto", "Automatic"), *gpus, *([("cpu", "CPU")] if with_cpu else [])]
-
-
 def _suggested_precision(context: AppContext) -> tuple[Precision, str]:
     try:
         return service.suggest_precision(context)
@@ -150,7 +153,7 @@ def _form_fields(context: AppContext, identity: Identity, values: dict[str, Any]
     return {
         "models": [(model.id, model.name) for model in models],
         "datasets": [(dataset.id, dataset.name) for dataset in usable],
-        "devices": _devices(context),
+        "devices": device_choices(context),
         "precision_reason": _suggested_precision(context)[1],
         "kept_states": presentation.kept_for(context.settings.keep_states_days),
         "kept_failed_states": presentation.kept_for(context.settings.keep_failed_states_days),
@@ -227,6 +230,7 @@ def _summary(context: AppContext, identity: Identity, run_id: str) -> dict[str, 
     latest = service.metrics(context, identity, run_id, after_step=max(0, run.step - 1)).data
     speed = latest[-1].tokens_per_second if latest else None
     fields = presentation.summary_fields(run, tokens_per_second=speed, may_write=identity.may(Scope.RUNS)) | {"new_key": _new_key}
+    fields["can_export"] = identity.may(Scope.RUNS) and exports.can_export(context, run)
     expiry = storage.states_expiry_of(context, identity, run_id) if fields["is_terminal"] else None
     return fields | presentation.retention_fields(run, expiry)
 
@@ -243,11 +247,12 @@ def run_page(request: Request, identity: PageUser, context: Context, run_id: str
 def _run_page(request: Request, context: AppContext, identity: Identity, run_id: str, problem: LohanError | None = None) -> HTMLResponse:
     fields = _summary(context, identity, run_id)
     run: RunDetail = fields["run"]
-    fields |= _forecast_fields(context, identity, run)
+    if run.kind is RunKind.TRAIN:
+        fields |= _forecast_fields(context, identity, run)
     fields |= {
         "events": _events(context, identity, run_id),
         "plan": run.started_plan or run.plan,
-        "settings": presentation.describe_settings(run.settings),
+        "settings": presentation.describe_settings(run),
         "trash_expiry": trash_expiry(now(), rules_of(context.settings)),
         "trash_days": presentation.kept_for(context.settings.trash_days),
         "problem": problem,
@@ -306,6 +311,17 @@ def set_priority(request: Request, identity: PageUser, context: Context, form: F
     except LohanError as error:
         return _run_page(request, context, identity, run_id, error)
     return RedirectResponse(f"/runs/{run_id}", 303)
+
+
+@router.post("/runs/{run_id}/exports")
+def export_run(request: Request, identity: PageUser, context: Context, form: Form, run_id: str) -> Response:
+    """Queue an export; its own page follows. Where it is refused, the run's page says why."""
+    try:
+        wanted = ExportRequest(dtype=Precision(form["dtype"]) if form.get("dtype") in list(Precision) else None)
+        made = exports.submit_export(context, identity, run_id, wanted, form.get("idempotency_key") or None)
+    except LohanError as error:
+        return _run_page(request, context, identity, run_id, error)
+    return RedirectResponse(f"/runs/{made.run.id}", 303)
 
 
 @router.post("/runs/{run_id}/{wanted}")

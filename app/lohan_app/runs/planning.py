@@ -33,7 +33,7 @@ def plan_run(
         ConfigError, CapacityError: see `lohan.planning.planner.make_plan`.
     """
     idle = with_reserve(_as_if_idle(usable(facts, settings), active), settings)
-    _check_device(engine.device, idle, settings)
+    check_device(engine.device, idle, settings)
     if "precision" not in training.model_fields_set:
         training = training.model_copy(update={"precision": default_precision(engine, idle)})
     return _plan(model, training, engine, hardware=idle, facts=facts, settings=settings)
@@ -121,8 +121,8 @@ def _as_if_idle(facts: HardwareFacts, active: Sequence[Run]) -> HardwareFacts:
     )
 
 
-def _check_device(asked: str, usable: HardwareFacts, settings: Settings) -> None:
-    """A run that asks for a device it may never get would wait for ever: it is refused at once."""
+def check_device(asked: str, usable: HardwareFacts, settings: Settings, *, place: str = "engine.device") -> None:
+    """A run that asks for a device it may never get would wait for ever: it is refused at once, with Unprocessable."""
     gpus = [gpu.uuid for gpu in usable.gpus]
     devices = settings.devices or gpus or CPU_DEVICES
     fits = {
@@ -134,6 +134,6 @@ def _check_device(asked: str, usable: HardwareFacts, settings: Settings) -> None
     if not fits.get(asked, asked in devices):
         raise Unprocessable(
             f"{asked!r} is no device that runs may use here; there are {', '.join(devices)}",
-            place="engine.device",
+            place=place,
             remedy="Use `auto`, or one of these.",
         )

@@ -37,7 +37,7 @@ def prepare_run(settings: Settings, engine: Engine, run_id: str) -> None:
     with read_transaction(engine) as session:
         run = repository.get_run(session, run_id)
         dataset = session.get(Dataset, run.dataset_id) if run is not None else None
-    if run is None or dataset is None or not _is_waiting(run):
+    if run is None or run.base_model_id is None or dataset is None or not _is_waiting(run):
         return
     folder = settings.run_folder(run_id)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

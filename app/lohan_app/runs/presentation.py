@@ -8,9 +8,10 @@ from typing import Any
 
 from lohan.config import Durability, EngineSection
 from lohan.events import EventType, ExitReason, FailureCause, Phase
-from lohan.units import GIB, format_count, format_duration
-from lohan_app.entities import TERMINAL_STATES, PauseCause, RunState, Wanted
+from lohan.units import GIB, format_bytes, format_count, format_duration
+from lohan_app.entities import TERMINAL_STATES, PauseCause, RunKind, RunState, Wanted
 from lohan_app.entities.base import now
+from lohan_app.runs.kinds import KIND_NAMES, NEEDS
 from lohan_app.runs.requests import Request
 from lohan_app.runs.schemas import RunDetail, RunView
 from lohan_app.runs.states import ACTIVE_STATES
@@ -23,9 +24,13 @@ PHASE_NAMES = {
     Phase.EVALUATING: "Evaluating",
     Phase.TRAINING: "Training",
     Phase.EXPORTING: "Exporting",
+    Phase.MEASURING: "Measuring",
 }
 # The evaluation comes twice; the others once, in this order.
 PHASE_LINE = (Phase.PREPARING_DATA, Phase.LOADING_MODEL, Phase.EVALUATING, Phase.TRAINING, Phase.EVALUATING, Phase.EXPORTING)
+OTHER_LINES = {RunKind.PROFILE: (Phase.MEASURING,), RunKind.EXPORT: (Phase.LOADING_MODEL, Phase.EXPORTING)}
+"""The phases of runs that are no trainings."""
+OTHER_NAMES = {(RunKind.EXPORT, Phase.LOADING_MODEL): "Opening the states"}
 FIRST_EVALUATION, LAST_EVALUATION = 2, 4
 EVALUATION_NAMES = {FIRST_EVALUATION: "First evaluation", LAST_EVALUATION: "Last evaluation"}
 SILENCE = timedelta(minutes=2)
@@ -91,6 +96,7 @@ def summary_fields(run: RunDetail, *, tokens_per_second: float | None, may_write
     is_terminal = run.state in TERMINAL_STATES
     return {
         "run": run,
+        "kind_name": KIND_NAMES[run.kind],
         "is_terminal": is_terminal,
         "actions": _actions(run) if may_write else [],
         "pause_loses_all": run.state in ACTIVE_STATES and _durability(run) is Durability.NONE,
@@ -128,6 +134,8 @@ def _failure_title(run: RunView) -> str:
 
 def retention_fields(run: RunDetail, expiry: Expiry | None) -> dict[str, Any]:
     """How long an ended run's states stay, and so what a retry begins with. `expiry`: of the states that it has on the drives."""
+    if run.kind is not RunKind.TRAIN:
+        return {"states_expiry": None, "states_left": "", "retry_text": "Retry queues it once more; it begins anew."}
     goes_on = expiry is not None and _durability(run) is not Durability.NONE and run.step > 0
     begins = "and goes on from its last recorded step" if goes_on else "from the base model"
     clone = "Clone makes a draft whose settings you can change."
@@ -181,6 +189,11 @@ def _evaluation(run: RunView) -> dict[str, str]:
 
 def _position(run: RunView) -> int:
     """Where in `PHASE_LINE` the run is; -1 before the first."""
+    if run.kind is not RunKind.TRAIN:
+        others = OTHER_LINES[run.kind]
+        if run.state is RunState.SUCCEEDED:
+            return len(others)
+        return next((index for index, phase in enumerate(others) if phase == run.phase), -1)
     if run.state is RunState.SUCCEEDED:
         return len(PHASE_LINE)
     if run.phase == Phase.EVALUATING:
@@ -193,14 +206,16 @@ def _position(run: RunView) -> int:
 def phase_line(run: RunView) -> list[dict[str, str]]:
     """Every phase with its status: done, now, failed or later."""
     here = _position(run)
+    is_training = run.kind is RunKind.TRAIN
     current = {RunState.FAILED: "failed", RunState.CANCELLED: "failed"}.get(run.state, "now")
     line = []
-    for index, phase in enumerate(PHASE_LINE):
-        if index == 0 and run.prepared_at is not None and here != 0:
+    for index, phase in enumerate(PHASE_LINE if is_training else OTHER_LINES[run.kind]):
+        if is_training and index == 0 and run.prepared_at is not None and here != 0:
             status = "done"
         else:
             status = "done" if index < here else current if index == here else "later"
-        line.append({"label": EVALUATION_NAMES.get(index, PHASE_NAMES[phase]), "status": status})
+        label = EVALUATION_NAMES.get(index, PHASE_NAMES[phase]) if is_training else OTHER_NAMES.get((run.kind, phase), PHASE_NAMES[phase])
+        line.append({"label": label, "status": status})
     return line
 
 
@@ -250,6 +265,8 @@ def _describe(kind: str, fields: dict[str, Any], attempt: int) -> tuple[str, str
             return "", f"Mean loss over {fields.get('rows', 'the same')} rows {when}: {value}"
         case EventType.PLAN_CORRECTED:
             return "", str(fields.get("detail") or "The plan was corrected by what the first steps took")
+        case EventType.NOTE:
+            return "", str(fields.get("message", ""))
         case EventType.WARNING:
             return "warn", " ".join(str(fields[name]) for name in ("message", "remedy") if fields.get(name))
         case EventType.EXIT:
@@ -267,12 +284,22 @@ def _describe_exit(fields: dict[str, Any]) -> tuple[str, str]:
     return "bad", f"Failed: {message}" if message else "Failed"
 
 
-def describe_settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
+def describe_settings(run: RunDetail) -> list[tuple[str, str]]:
     """The settings a run was queued with, those that were left open not among them."""
+    settings = run.settings
+    if run.kind is not RunKind.TRAIN:
+        return [*_describe_request(run), ("RAM reserved", format_bytes(settings.get(NEEDS, {}).get("ram_bytes", 0)))]
     training, engine = settings.get("training", {}), settings.get("engine", {})
     values = {**engine, **training, "schedule": training.get("schedule"), "updates": engine.get("schedule")}
     values[KEEP_STATES_DAYS] = settings.get(KEEP_STATES_DAYS)
     return [(label, _setting(name, values[name])) for name, label in SETTING_NAMES.items() if values.get(name) is not None]
+
+
+def _describe_request(run: RunDetail) -> list[tuple[str, str]]:
+    request = run.settings.get(run.kind, {})
+    if run.kind is RunKind.EXPORT:
+        return [("Weights", str(request.get("dtype", MISSING)))]
+    return [("Device", str(request.get("device", MISSING))), ("Drives", "Measured" if request.get("drives") else "Left out")]
 
 
 def _setting(name: str, value: Any) -> str:

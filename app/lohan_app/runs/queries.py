@@ -11,7 +11,7 @@ from sqlalchemy import Row, delete, func, select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session, defer
 
 from lohan.events import EventType
-from lohan_app.entities import BaseModel, Dataset, DeviceUse, IdempotencyKey, Run, RunEvent, RunMetric, RunState, User
+from lohan_app.entities import BaseModel, Dataset, DeviceUse, IdempotencyKey, Run, RunEvent, RunKind, RunMetric, RunState, User
 from lohan_app.entities.base import now
 from lohan_app.runs.line import Use
 from lohan_app.runs.states import ACTIVE_STATES
@@ -39,8 +39,8 @@ _METRIC_COLUMNS: tuple[InstrumentedAttribute[Any], ...] = (
 _NAMED = (
     select(Run, User.name, BaseModel.name, Dataset.name)
     .join(User, User.id == Run.owner_id)
-    .join(BaseModel, BaseModel.id == Run.base_model_id)
-    .join(Dataset, Dataset.id == Run.dataset_id)
+    .outerjoin(BaseModel, BaseModel.id == Run.base_model_id)
+    .outerjoin(Dataset, Dataset.id == Run.dataset_id)
 )
 _WITHOUT_PLANS = (defer(Run.plan), defer(Run.started_plan), defer(Run.settings))
 
@@ -50,8 +50,8 @@ class NamedRun(NamedTuple):
 
     run: Run
     owner_name: str
-    base_model_name: str
-    dataset_name: str
+    base_model_name: str | None
+    dataset_name: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,25 @@ def named_runs(session: Session, run_ids: Iterable[str]) -> list[NamedRun]:
 
 
 def list_runs(
-    session: Session, *, owner_id: str | None, states: Collection[RunState] | None, after: str | None, limit: int
+    session: Session,
+    *,
+    owner_id: str | None,
+    states: Collection[RunState] | None,
+    after: str | None,
+    limit: int,
+    kind: RunKind | None = None,
+    parent_id: str | None = None,
 ) -> list[NamedRun]:
-    """Newest first, without plans and settings; of all owners where `owner_id` is None."""
+    """Newest first, without plans and settings; of all owners, states, kinds and parents where these are None."""
     query = _NAMED.options(*_WITHOUT_PLANS).where(Run.deleted_at.is_(None)).order_by(Run.id.desc()).limit(limit)
     if owner_id is not None:
         query = query.where(Run.owner_id == owner_id)
     if states is not None:
         query = query.where(Run.state.in_(list(states)))
+    if kind is not None:
+        query = query.where(Run.kind == kind)
+    if parent_id is not None:
+        query = query.where(Run.parent_id == parent_id)
     if after is not None:
         query = query.where(Run.id < after)
     return [NamedRun(*row) for row in session.execute(query)]

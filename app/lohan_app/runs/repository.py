@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from lohan.events import Event, EventType, ExitReason, FailureCause
-from lohan_app.entities import DeviceUse, PauseCause, Run, RunEvent, RunMetric, RunState
+from lohan_app.entities import DeviceUse, PauseCause, Run, RunEvent, RunKind, RunMetric, RunState
 from lohan_app.entities.base import now
 from lohan_app.entities.runs import TERMINAL_STATES
 from lohan_app.runs import curves
@@ -138,8 +138,15 @@ def get_run(session: Session, run_id: str) -> Run | None:
 
 
 def unfinished_retry(session: Session, run_id: str) -> str | None:
-    """Id of the run that goes on from this one and has not ended; None where there is none."""
-    return session.scalars(select(Run.id).where(Run.parent_id == run_id, Run.state.not_in(TERMINAL_STATES))).first()
+    """Id of the run that does again what this one was to do and has not ended; None where there is none."""
+    retries = select(Run.id).where(Run.parent_id == run_id, Run.kind != RunKind.EXPORT, Run.state.not_in(TERMINAL_STATES))
+    return session.scalars(retries).first()
+
+
+def unfinished_exports(session: Session) -> dict[str, Run]:
+    """Exports that have yet to read a run's states, or do; of each run that has such its oldest, by the run's id."""
+    query = select(Run).where(Run.kind == RunKind.EXPORT, Run.state.not_in(TERMINAL_STATES)).order_by(Run.id.desc())
+    return {run.parent_id: run for run in session.scalars(query) if run.parent_id is not None}
 
 
 def mark_deleted(session: Session, run_id: str, at: datetime) -> None:
@@ -250,6 +257,8 @@ def _summary(events: Sequence[Event]) -> dict[str, Any]:
                     columns["first_loss"] = None  # a trainer that begins from the base model measures it again
             case EventType.PHASE:
                 columns |= {"phase": str(fields.get("phase", "")).replace("\0", "")[:32], "phase_progress": _number(fields.get("progress"))}
+                if "eta_seconds" in fields:
+                    columns["eta_seconds"] = _number(fields["eta_seconds"])
             case EventType.STEP:
                 columns |= {"step": _integer(fields.get("step")), "loss": _number(fields.get("loss"))}
                 columns |= {"total_steps": _integer(fields.get("total_steps")), "eta_seconds": _number(fields.get("eta_seconds"))}

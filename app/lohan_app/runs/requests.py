@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
 
-from lohan_app.entities.runs import RunState, Wanted
+from lohan_app.entities.runs import RunKind, RunState, Wanted
 
 
 class Request(StrEnum):
@@ -79,13 +79,22 @@ _BY_STATE: dict[RunState, dict[Request, Effect]] = {
 EFFECTS: Mapping[tuple[RunState, Request], Effect] = MappingProxyType(
     {(state, request): effect for state, effects in _BY_STATE.items() for request, effect in effects.items()}
 )
+_NO_HALF = "it keeps nothing that it could go on from, nor a part of its result: cancel it, and begin again"
+_NO_DRAFT = "drafts are of training runs: ask for it anew, where it was asked for first"
+_UNKNOWN = {Request.SUBMIT: _NO_DRAFT, Request.PAUSE: _NO_HALF, Request.STOP: _NO_HALF, Request.CLONE: _NO_DRAFT}
+UNKNOWN: Mapping[RunKind, Mapping[Request, str]] = MappingProxyType(
+    {RunKind.TRAIN: MappingProxyType({}), RunKind.PROFILE: MappingProxyType(_UNKNOWN), RunKind.EXPORT: MappingProxyType(_UNKNOWN)}
+)
+"""What runs of a kind cannot be asked in any state, and why. Stopped by force, they are cancelled: there is nothing to pause them at."""
 # What is still possible while a cancellation is under way: it is never taken back.
 _BESIDE_CANCELLATION = frozenset({Request.CANCEL, Request.FORCE_STOP, Request.CLONE})
 _WAITING = frozenset({RunState.QUEUED, RunState.PAUSED})
 
 
-def effect_of(request: Request, state: RunState, wanted: Wanted) -> Effect | None:
+def effect_of(request: Request, state: RunState, wanted: Wanted, kind: RunKind = RunKind.TRAIN) -> Effect | None:
     """What `request` does to a run in `state` of which `wanted` is wanted; None where it is refused."""
+    if request in UNKNOWN[kind]:
+        return None
     effect = EFFECTS.get((state, request))
     if effect is None or state is RunState.DRAFT or effect in (Effect.MAKE, Effect.REMOVE):
         return effect
@@ -105,9 +114,16 @@ def wanted_by(request: Request) -> Wanted:
     return _WANTED[request]
 
 
+def wanted_after_kill(kind: RunKind, wanted: Wanted) -> Wanted:
+    """What is wanted of a run of which `wanted` was wanted, once it is to be stopped by force."""
+    return Wanted.CANCEL if wanted is Wanted.CANCEL or Request.PAUSE in UNKNOWN[kind] else Wanted.PAUSE
+
+
 class Standing(Protocol):
     """Where a run stands, as far as requests depend on it: a row, or what the API shows of one."""
 
+    @property
+    def kind(self) -> RunKind: ...
     @property
     def state(self) -> RunState: ...
     @property
@@ -124,4 +140,4 @@ def allowed(run: Standing) -> list[Request]:
 def _is_allowed(request: Request, run: Standing) -> bool:
     if request is Request.STOP and run.step == 0:
         return False  # there is nothing to keep yet
-    return effect_of(request, run.state, run.wanted) not in (None, Effect.NOTHING)
+    return effect_of(request, run.state, run.wanted, run.kind) not in (None, Effect.NOTHING)

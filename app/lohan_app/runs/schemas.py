@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from lohan.config import ActivationPolicy, EngineSection, TrainingSection, UnsafeFilesystems
+from lohan.config import ActivationPolicy, EngineSection, Precision, TrainingSection, UnsafeFilesystems
 from lohan_app.auth.schemas import DisplayName
-from lohan_app.entities import Metric, PauseCause, RunState, Wanted
+from lohan_app.entities import Metric, PauseCause, RunKind, RunState, Wanted
 from lohan_app.runs.line import QueuePlace
 from lohan_app.runs.requests import Request, allowed
 
@@ -100,20 +100,34 @@ class RunRequest(PlanRequest):
     """Days for which its states stay on the drives after it has succeeded; by default as the installation says (at once: not at all)."""
 
 
+class ExportRequest(BaseModel):
+    """An export of what a run at rest has recorded."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    dtype: Precision | None = None
+    """Of the weights; by default the run's precision. fp32 are the master weights."""
+
+
 class RunView(BaseModel):
     """A run as it stands."""
 
     model_config = ConfigDict(from_attributes=True)
 
     id: str
+    kind: RunKind = RunKind.TRAIN
+    """What replies of before there were kinds, kept by their idempotency keys, do not say."""
     owner_id: str
     owner_name: str
     parent_id: str | None
+    """The run that it is a retry of; of an export the training whose states it reads."""
     name: str
-    base_model_id: str
-    base_model_name: str
-    dataset_id: str
-    dataset_name: str
+    base_model_id: str | None
+    """Null for a measurement without a model."""
+    base_model_name: str | None
+    dataset_id: str | None
+    """Of a training run."""
+    dataset_name: str | None
     skip_bad_rows: bool
     wanted: Wanted
     state: RunState
@@ -155,9 +169,9 @@ class RunView(BaseModel):
 
 class RunDetail(RunView):
     settings: dict[str, Any]
-    """`{"training": {…}, "engine": {…}}`."""
+    """`{"training": {…}, "engine": {…}}`; of other kinds `{"<kind>": {…}, "needs": {…}}`."""
     plan: dict[str, Any] | None
-    """`lohan.planning.plan.Plan` as JSON: what it was queued with."""
+    """`lohan.planning.plan.Plan` as JSON, of a training run: what it was queued with."""
     started_plan: dict[str, Any] | None = None
     """The plan that its latest attempt began with, made for the machine as it was then; null before the first."""
     corrected_step_seconds: float | None = None

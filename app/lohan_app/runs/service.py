@@ -30,6 +30,7 @@ from lohan_app.entities import (
     Metric,
     Run,
     RunEvent,
+    RunKind,
     RunState,
 )
 from lohan_app.entities.base import now
@@ -284,11 +285,12 @@ def list_runs(
     after: str | None = None,
     limit: int = DEFAULT_LIMIT,
     states: Collection[RunState] | None = None,
+    kind: RunKind | None = None,
 ) -> Page[RunView]:
-    """The user's runs in one of `states` (None: in any), newest first; an administrator's list has everybody's."""
+    """The user's runs in one of `states` (None: in any) and of `kind`, newest first; an administrator's list has everybody's."""
     owner_id = None if identity.is_admin else identity.user_id
     with read_transaction(context.engine) as session:
-        rows = queries.list_runs(session, owner_id=owner_id, states=states, after=after, limit=limit + 1)
+        rows = queries.list_runs(session, owner_id=owner_id, states=states, after=after, limit=limit + 1, kind=kind)
     return make_page(rows, limit, view_of, lambda row: row.run.id)
 
 
@@ -410,6 +412,8 @@ def export_of(context: AppContext, identity: Identity, run_id: str) -> tuple[Pat
     """
     with read_transaction(context.engine) as session:
         run = visible(session, identity, run_id).run
+    if run.kind is RunKind.PROFILE:
+        raise Conflict("a measurement has nothing to download", place=run_id, remedy="Its figures are on the hardware page.")
     folder = context.settings.run_folder(run_id) / "export"
     if run.state is not RunState.SUCCEEDED:
         raise Conflict(f"the run is {run.state}, and has no result", place=run_id, remedy="A run that succeeded can be downloaded.")

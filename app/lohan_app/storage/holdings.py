@@ -62,7 +62,7 @@ def holdings(session: Session, settings: Settings, report: StorageReport) -> lis
         datasets=repository.datasets_by_id(session, ids),
         models=repository.model_names(session),
         users=repository.user_names(session),
-        promised=frozenset(repository.waiting_retries(session, runs)),
+        promised=frozenset(repository.waiting_for_states(session, runs)),
     )
     rules = rules_of(settings)
     return sorted((_holding(item, rows, rules) for item in items), key=lambda holding: (-holding.bytes, holding.id, holding.place))
@@ -87,7 +87,7 @@ def _fate(kind: Kind, row: Run | Dataset, rows: _Rows, rules: Rules) -> dict[str
     if kind is not Kind.STATES or not isinstance(row, Run):
         return {}
     if row.id in rows.promised:
-        return {"why": "a retry that waits begins with them"}
+        return {"why": "a retry or an export that waits needs them"}
     states = states_expiry(row, rules)
     if states is None:
         return {"why": "the run goes on from them"}

@@ -11,7 +11,8 @@ from sqlalchemy.orm import Session
 from lohan.errors import CapacityError
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
-from lohan_app.entities import TERMINAL_STATES, Dataset, Role, Run, RunState
+from lohan_app.entities import TERMINAL_STATES, Dataset, Role, Run, RunKind, RunState
+from lohan_app.runs.kinds import needs_of
 from lohan_app.settings import Settings
 from lohan_app.storage import repository
 from lohan_app.storage.report import Kind, StorageReport, read_report
@@ -58,7 +59,7 @@ def usage_of(session: Session, report: StorageReport | None, user_id: str) -> Us
 def _run_bytes(run: Run, measured: int) -> int:
     if run.state in TERMINAL_STATES or run.state is RunState.DRAFT:
         return measured
-    return max(measured, planned_bytes(run.plan))
+    return max(measured, planned_bytes(run.plan) if run.kind is RunKind.TRAIN else needs_of(run).result_bytes)
 
 
 def _largest(runs: Sequence[Run], datasets: Sequence[Dataset], held: dict[str, int]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from datetime import datetime
 from sqlalchemy import select
 from sqlalchemy.orm import Session, defer
 
-from lohan_app.entities import BaseModel, Dataset, DatasetState, PauseCause, Run, RunState, User
+from lohan_app.entities import TERMINAL_STATES, BaseModel, Dataset, DatasetState, PauseCause, Run, RunKind, RunState, User
 from lohan_app.runs.states import ACTIVE_STATES
 
 IDS_PER_QUERY = 500  # both databases bound the number of parameters
@@ -69,14 +69,19 @@ def unfinished_uploads(session: Session) -> set[str]:
     return set(session.scalars(select(Dataset.id).where(Dataset.state == DatasetState.UPLOADING)))
 
 
-def waiting_retries(session: Session, run_ids: Collection[str]) -> set[str]:
-    """Those of the runs whose states a retry that has not begun is to be given."""
+def waiting_for_states(session: Session, run_ids: Collection[str], *kinds: RunKind) -> set[str]:
+    """Those of the runs whose states a retry that has not begun is to be given, or an export has yet to read.
+
+    Args:
+        kinds: TRAIN for retries, EXPORT for exports; both where none is named.
+    """
+    has_not_begun = (Run.attempt == 0) & Run.state.in_([RunState.QUEUED, RunState.PAUSED, RunState.STARTING])
+    waits = {RunKind.TRAIN: has_not_begun, RunKind.EXPORT: Run.state.not_in(TERMINAL_STATES)}
     found: set[str] = set()
     for chunk in _chunks(run_ids):
-        query = select(Run.parent_id).where(
-            Run.parent_id.in_(chunk), Run.attempt == 0, Run.state.in_([RunState.QUEUED, RunState.PAUSED, RunState.STARTING])
-        )
-        found |= {parent for parent in session.scalars(query) if parent is not None}
+        for kind in kinds or waits:
+            query = select(Run.parent_id).where(Run.parent_id.in_(chunk), Run.kind == kind, waits[kind])
+            found |= {parent for parent in session.scalars(query) if parent is not None}
     return found
 
 

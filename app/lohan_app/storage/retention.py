@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any, Protocol
 
 from lohan.config import Durability, EngineSection
-from lohan_app.entities import TERMINAL_STATES, Run, RunState
+from lohan_app.entities import TERMINAL_STATES, Run, RunKind, RunState
 from lohan_app.settings import Settings
 
 KEEP_STATES_DAYS = "keep_states_days"
 """Key in `Run.settings`: days for which a run wants its states kept after it has succeeded."""
+
+
+class HasSettings(Protocol):
+    """A row, or what the API shows of one."""
+
+    @property
+    def settings(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,8 @@ def states_expiry(run: Run, rules: Rules) -> Expiry | None:
     if run.deleted_at is not None:
         return Expiry(run.deleted_at, "the run was deleted")
     ended = run.finished_at or run.created_at
+    if run.kind is not RunKind.TRAIN:
+        return Expiry(ended, "nothing goes on from them")
     if run.state is RunState.SUCCEEDED:
         asked = run.settings.get(KEEP_STATES_DAYS)
         keep = rules.states if asked is None else timedelta(days=asked)
@@ -72,6 +82,6 @@ def trash_expiry(deleted_at: datetime, rules: Rules) -> Expiry:
     return Expiry(deleted_at + rules.trash, "kept for a while after its deletion")
 
 
-def durability_of(run: Run) -> Durability:
+def durability_of(run: HasSettings) -> Durability:
     """What the run keeps to go on from."""
     return EngineSection.model_validate(run.settings.get("engine", {})).durability

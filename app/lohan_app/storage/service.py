@@ -6,7 +6,7 @@ from lohan_app.auth.repository import add_audit_entry
 from lohan_app.auth.schemas import Identity
 from lohan_app.context import AppContext
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import TERMINAL_STATES
+from lohan_app.entities import TERMINAL_STATES, RunKind
 from lohan_app.errors import Conflict, NotFound
 from lohan_app.runs.repository import lock_run
 from lohan_app.runs.schemas import RunDetail
@@ -57,7 +57,7 @@ def states_expiry_of(context: AppContext, identity: Identity, run_id: str) -> Ex
         if not any(folder.is_dir() for folder in state_directories(context.settings, run_id)):
             return None
         expiry = states_expiry(run, rules_of(context.settings))
-        if expiry is not None and repository.waiting_retries(session, [run_id]):
+        if expiry is not None and repository.waiting_for_states(session, [run_id]):
             return Expiry(expiry.at, "a retry that waits begins with them")
         return expiry
 
@@ -92,7 +92,7 @@ def free_states(context: AppContext, identity: Identity, run_id: str) -> None:
 
     Raises:
         NotFound: there is no such run that this user may see.
-        Conflict: it has not ended, a retry is about to begin with its states, or a process still works in its folder.
+        Conflict: it has not ended, a retry or an export needs its states, or a process still works in its folder.
     """
     settings = context.settings
     with write_transaction(context.engine) as session:
@@ -101,8 +101,10 @@ def free_states(context: AppContext, identity: Identity, run_id: str) -> None:
         assert run is not None, "rows of runs stay"
         if run.state not in TERMINAL_STATES:
             raise Conflict(f"the run is {run.state}, and goes on from its states", place=run_id, remedy="Cancel it first, or let it end.")
-        if repository.waiting_retries(session, [run_id]):
+        if repository.waiting_for_states(session, [run_id], RunKind.TRAIN):
             raise Conflict("a retry that waits begins with these states", place=run_id, remedy="Cancel that run first.")
+        if repository.waiting_for_states(session, [run_id], RunKind.EXPORT):
+            raise Conflict("an export that waits reads these states", place=run_id, remedy="Cancel that run first.")
         check_at_rest(settings, run_id)
         add_audit_entry(session, user_id=identity.user_id, action="run.free-states", subject=run_id, address=identity.address)
         put_aside_states(settings, run_id)

@@ -14,7 +14,7 @@ from lohan_app.auth.schemas import Identity
 from lohan_app.base_models import service as base_models
 from lohan_app.context import AppContext, Context
 from lohan_app.datasets import service as datasets
-from lohan_app.entities import TERMINAL_STATES, RunState
+from lohan_app.entities import TERMINAL_STATES, RunKind, RunState
 from lohan_app.paging import MAXIMUM_LIMIT
 from lohan_app.runs import service as runs
 from lohan_app.runs.presentation import PHASE_NAMES
@@ -90,7 +90,7 @@ def _fields(context: AppContext, identity: Identity) -> dict[str, Any]:
     steps = _first_steps(
         has_model=bool(base_models.list_models(context).items),
         has_dataset=bool(datasets.list_datasets(context, identity, limit=1).items),
-        has_run=bool(running or queued or finished),
+        has_run=any(run.kind is RunKind.TRAIN for run in (*running, *queued, *finished)),
     )
     return {
         "first_steps": steps,

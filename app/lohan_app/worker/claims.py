@@ -62,9 +62,9 @@ class Line:
         return not isinstance(fit(need, without(self._active, self._machine), []), str)
 
     def free_device(self, need: Need) -> str | None:
-        """The device that the run would get; None where there is none."""
+        """The device that the run would get; None where there is none, or it asks for none."""
         free = free_devices(need, self._machine, self.held)
-        return None if isinstance(free, str) else free[0]
+        return None if isinstance(free, str) else next(iter(free), None)
 
     def started(self, held: Held) -> None:
         self._active.append(held)

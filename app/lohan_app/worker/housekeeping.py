@@ -81,7 +81,7 @@ class Housekeeper:
             for run_id, path in named(folder, RUN_ID):
                 found.setdefault(run_id, []).append(path)
         runs = repository.runs_by_id(session, found)
-        promised = repository.waiting_retries(session, runs)
+        promised = repository.waiting_for_states(session, runs)
         for run_id, run in runs.items():
             expiry = states_expiry(run, self._rules)
             if expiry is not None and expiry.is_due(moment) and run_id not in promised:
@@ -155,7 +155,7 @@ class Housekeeper:
 
     def _is_still_due(self, session: Session, run: Run) -> bool:
         expiry = states_expiry(run, self._rules)
-        return expiry is not None and expiry.is_due(now()) and not repository.waiting_retries(session, [run.id])
+        return expiry is not None and expiry.is_due(now()) and not repository.waiting_for_states(session, [run.id])
 
     def _move_deleted_to_trash(self) -> None:
         """Whoever deleted a run may have been killed before it came to the folder."""

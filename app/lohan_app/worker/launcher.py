@@ -123,7 +123,7 @@ def start_supervisor(settings: Settings, run_id: str, command: Sequence[str]) ->
 
 
 def start_trainer(files: RunFiles, *, attempt: int, device: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start the trainer of an attempt as leader of its own session, and write `trainer.json` before it runs its first instruction.
+    """Start `command`, an attempt's trainer, as leader of its own session, and write `trainer.json` before its first instruction.
 
     The process waits at a pipe until the note is on disk. If we die before that, the pipe closes and it ends: there is never a trainer
     that the next supervisor cannot find.
@@ -134,7 +134,7 @@ def start_trainer(files: RunFiles, *, attempt: int, device: str, command: Sequen
             trainer = subprocess.Popen(
                 command_with(
                     [f"--gate={gate_exit}", f"--oom-score-adj={TRAINER_OOM_SCORE}"],
-                    [*command, "train", str(files.config), "--attempt", str(attempt)],
+                    [*command, "--attempt", str(attempt)],
                 ),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=files.folder, start_new_session=True,
                 env=clean_environment(CUDA_VISIBLE_DEVICES=device if device.startswith("GPU-") else ""), pass_fds=(gate_exit,),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from sqlalchemy import Engine, select
 from sqlalchemy.exc import DBAPIError
@@ -18,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from lohan.errors import CapacityError, LohanError
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import BaseModel, BaseModelState, Dataset, DatasetState, Run, RunState, Wanted
+from lohan_app.entities import BaseModel, BaseModelState, Dataset, DatasetState, Run, RunKind, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.runs import queries, repository
 from lohan_app.runs.announce import announce
@@ -31,9 +32,10 @@ from lohan_app.worker.housekeeping import Housekeeper
 from lohan_app.worker.launcher import RunFiles, start_supervisor
 from lohan_app.worker.processes import FileLock, holder_of, is_held
 from lohan_app.worker.replanning import Replanner
-from lohan_app.worker.reservations import Held, Machine, held_by, look_at_machine, need_of
+from lohan_app.worker.reservations import Held, Machine, Need, held_by, look_at_machine, need_of
 from lohan_app.worker.run_files import states_by_directory
-from lohan_app.worker.verdict import RESUME, START_AGAIN
+from lohan_app.worker.shared_states import why_it_waits
+from lohan_app.worker.verdict import BEGIN_ANEW, RESUME, START_AGAIN
 from lohan_app.worker.waiting import WaitingRuns, must_wait
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,8 @@ class Reconciler:
             queued = repository.runs_in(session, [RunState.QUEUED])
             active = repository.runs_in(session, ACTIVE_STATES)
             seconds = device_seconds(queries.device_uses(session, at - WINDOW) if queued else (), at)
+            exports = repository.unfinished_exports(session) if queued else {}
+            waits = {run.id: why_it_waits(session, self._settings, run, exports) for run in queued}
         self._plans = {run.id: self._plans[run.id] for run in queued if run.id in self._plans}
         if not queued:
             return
@@ -128,14 +132,14 @@ class Reconciler:
         for run in in_order(queued, seconds):
             if run.wanted not in (Wanted.RUN, Wanted.STOP) or must_wait(run):
                 continue
-            reason = self._start(run, line, machine)
+            reason = waits[run.id] or self._start(run, line, machine)
             if reason and reason != run.state_reason:
                 with write_transaction(self._engine) as session:
                     repository.explain(session, run.id, state=RunState.QUEUED, reason=reason)
                 announce(self._settings, run.id)
 
     def _start(self, run: Run, line: Line, machine: Machine) -> str:
-        """Start the run if its turn has come; otherwise say why not. Its plan is made again for the machine as it is now."""
+        """Start the run if its turn has come; otherwise say why not. The plan of a training is made again for the machine as it is now."""
         if run.prepared_at is None:
             return run.state_reason or "Its rows are being prepared."
         lock = RunFiles(self._settings.run_folder(run.id)).trainer_lock
@@ -144,6 +148,8 @@ class Reconciler:
         folders, states = self._settings.state_folders, states_by_directory(self._settings, run.id)
         need = need_of(run, folders, states=states)
         answer = line.ask(run.name, need, in_line_since(run))
+        if run.kind is not RunKind.TRAIN:
+            return answer if isinstance(answer, str) else self._claim(run, need, line, machine)
         device = line.free_device(need) if isinstance(answer, str) else answer.devices[0]
         if device is None or (isinstance(answer, str) and line.waits_for_ours(need)):
             return str(answer)
@@ -159,15 +165,20 @@ class Reconciler:
             return answer
         plan = run.plan if made is None else made.model_dump(mode="json")
         need = on_device(need_of(run, folders, states=states, plan=plan), device)
-        # Why an earlier attempt ended stays readable while the next one runs.
-        reason = run.state_reason if any(words in run.state_reason for words in (START_AGAIN, RESUME)) else ""
-        values = {"state_reason": reason, "started_plan": plan}
-        got = claim(self._engine, run.id, need, machine, folders, kept=line.kept, values=values)
-        if got is None or isinstance(got, str):
+        reason = self._claim(run, need, line, machine, started_plan=plan)
+        if reason:
             patience.note_try()
+        return reason
+
+    def _claim(self, run: Run, need: Need, line: Line, machine: Machine, **values: Any) -> str:
+        """Reserve what the run needs, with `values` written beside, and have it started; otherwise say why not."""
+        # Why an earlier attempt ended stays readable while the next one runs.
+        values["state_reason"] = run.state_reason if any(words in run.state_reason for words in (START_AGAIN, RESUME, BEGIN_ANEW)) else ""
+        got = claim(self._engine, run.id, need, machine, self._settings.state_folders, kept=line.kept, values=values)
+        if got is None or isinstance(got, str):
             return got or ""
         line.started(Held(run.name, got.devices, got.ram_bytes, got.space, is_settled=False))
-        logger.info("%s: claimed, with %s", run.id, ", ".join(got.devices))
+        logger.info("%s: claimed, with %s", run.id, ", ".join(got.devices) or "no device")
         announce(self._settings, run.id)
         self._launches[run.id] = _Patience(LAUNCH_PATIENCE_SECONDS)
         self._launch(run.id)

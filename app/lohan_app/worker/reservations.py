@@ -16,10 +16,11 @@ from lohan.planning.fit import RAM_RESERVE_BYTES, SSD_RESERVE_BYTES
 from lohan.planning.footprint import RAM_STATES
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
-from lohan_app.entities import Run
+from lohan_app.entities import Run, RunKind
 from lohan_app.entities.runs import even_shares
 from lohan_app.hardware.holders import describe, run_of
 from lohan_app.hardware.service import with_reserve
+from lohan_app.runs.kinds import NO_DEVICE, needs_of
 from lohan_app.settings import Settings
 
 WAITS_FOR_SPACE = "Waits for space in the state directories"
@@ -75,7 +76,7 @@ class Need:
     """What one run needs."""
 
     device: str
-    """`auto`, `cpu`, `cuda`, or one device by name."""
+    """`auto`, `cpu`, `cuda`, one device by name, or `NO_DEVICE`."""
     ram_bytes: int
     space: Mapping[str, int] = field(default_factory=dict)
     """Bytes by state directory."""
@@ -149,13 +150,16 @@ def gpu_room(settings: Settings, gpu: GpuFacts) -> GpuRoom:
 def need_of(run: Run, folders: Sequence[Path], *, states: Mapping[str, int], plan: Mapping[str, Any] | None = None) -> Need:
     """What the run's plan asks for (the one it last began with, else the one it was queued with); without a plan, its device alone.
 
-    Chunks go over the directories in turn, so each has to hold an equal share.
+    A run that is no training says itself what it needs. Chunks go over the directories in turn, so each has to hold an equal share.
 
     Args:
         folders: the state directories.
         states: what its states of an earlier attempt occupy in each directory: it needs so much less there.
         plan: instead of its own.
     """
+    if run.kind is not RunKind.TRAIN:
+        needs = needs_of(run)
+        return Need(needs.device, needs.ram_bytes, even_shares(needs.ssd_bytes, folders))
     engine = run.settings.get("engine", {})
     plan, asked = plan or run.started_plan or run.plan or {}, engine.get("ram_state_bytes", RamStates.AUTO)
     # Without durability, what lies in RAM has no place on the drives.
@@ -191,11 +195,13 @@ def fit(need: Need, machine: Machine, active: Sequence[Held]) -> Reservation | s
     short = space_shortage(need.space, machine, active)
     if short is not None:
         return f"{WAITS_FOR_SPACE}: {short}."
-    return Reservation([free[0]], ram_bytes, need.space)
+    return Reservation(free[:1], ram_bytes, need.space)
 
 
 def free_devices(need: Need, machine: Machine, active: Sequence[Held]) -> list[str] | str:
-    """Devices that the run could get now, best first; or who has them."""
+    """Devices that the run could get now, best first, none for one that asks for none; or who has them."""
+    if need.device == NO_DEVICE:
+        return []
     suitable = _suitable(machine.devices, need.device)
     if not suitable:
         return f"It asks for the device {need.device!r}, and runs may use {', '.join(machine.devices) or 'none'} (LOHAN_DEVICES)."

@@ -133,11 +133,16 @@ def write_run_files(settings: Settings, run: Run, weights: Path, *, device: str)
         ConfigError: the stored settings do not make a valid configuration.
     """
     files = RunFiles(settings.run_folder(run.id))
-    config = run_config(settings, run, weights, device=device)
-    write_atomically(files.config, to_toml(config.model_dump(mode="json", exclude_none=True)).encode())
+    write_config(files.config, settings, run, weights, device=device)
     plan = run.started_plan or run.plan
     if plan is not None:
         write_atomically(files.plan, json.dumps(plan).encode())
+
+
+def write_config(path: Path, settings: Settings, run: Run, weights: Path, *, device: str) -> None:
+    """Write what `lohan train` gets of the run to `path`; raises as `write_run_files`."""
+    config = run_config(settings, run, weights, device=device)
+    write_atomically(path, to_toml(config.model_dump(mode="json", exclude_none=True)).encode())
 
 
 def run_config(settings: Settings, run: Run, weights: Path, *, device: str) -> RunConfig:

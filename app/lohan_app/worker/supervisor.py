@@ -35,8 +35,9 @@ from lohan_app.worker.launcher import TRAINER_COMMAND, RunFiles, TrainerNote
 from lohan_app.worker.patience import Patience, Pulse
 from lohan_app.worker.patient_database import PatientDatabase, Stopped
 from lohan_app.worker.processes import FileLock, is_held, kill_session_with, oom_kill_count
-from lohan_app.worker.run_files import free_states_of_ended, weights_of, write_run_files
+from lohan_app.worker.run_files import free_states_of_ended
 from lohan_app.worker.trainer import Trainer, TrainerEnd
+from lohan_app.worker.trainer_command import arrange
 from lohan_app.worker.verdict import Verdict, how_it_goes_on, judge, out_of_space, recorded_step
 from lohan_app.worker.wake import wake
 from lohan_app.worker.watch import Watch
@@ -147,15 +148,16 @@ class Supervisor:
             self._release("The machine or the service on it was stopped.")
             return None
         try:
-            model = self._database.insist(lambda session: session.get(BaseModel, run.base_model_id), read_transaction)
+            model, source = self._database.insist(lambda session: _parts_of(session, run), read_transaction)
             device = run.devices[0] if run.devices else "cpu"
-            write_run_files(self._settings, run, weights_of(self._settings, model), device=device)
+            arguments = arrange(self._settings, run, model, source, device=device)
             # Announced before it is started: an attempt is counted once, and none is ever started under a number that was used.
             if run.state is RunState.STARTING and not self._fire(
                 Trigger.TRAINER_STARTED, attempt=attempt, started_at=run.started_at or now()
             ):
                 return None
-            trainer = Trainer.start(self._files, attempt=attempt, device=device, command=self._trainer_command, wanted=wanted)
+            command = [*self._trainer_command, *arguments]
+            trainer = Trainer.start(self._files, attempt=attempt, device=device, command=command, wanted=wanted)
         except (LohanError, OSError) as error:
             logger.exception("%s: cannot start the trainer", self._run_id)
             self._move(self._cannot_start(error))
@@ -285,6 +287,12 @@ class Supervisor:
 
     def _newest(self, run: Run) -> Run:
         return self._read() or run
+
+
+def _parts_of(session: Session, run: Run) -> tuple[BaseModel | None, Run | None]:
+    """The run's base model, and the run that it was made of."""
+    model = session.get(BaseModel, run.base_model_id) if run.base_model_id is not None else None
+    return model, session.get(Run, run.parent_id) if run.parent_id is not None else None
 
 
 def _tail(path: Path) -> str:

@@ -12,7 +12,7 @@ from lohan.config import Durability
 from lohan.errors import EngineError
 from lohan.events import ExitReason, FailureCause
 from lohan.units import format_duration
-from lohan_app.entities import Run
+from lohan_app.entities import Run, RunKind
 from lohan_app.runs.states import Trigger
 from lohan_app.storage.retention import durability_of
 from lohan_app.worker.trainer import Killed, TrainerEnd
@@ -24,6 +24,7 @@ BACKOFF_SECONDS = (2.0, 60.0)
 DISK_FULL_SECONDS = 60.0
 """After so long at the earliest does a run go on that a full drive has paused: a quota may be full while the drive has room."""
 START_AGAIN = "The run starts again from the base model."
+BEGIN_ANEW = "It begins anew."
 RESUME = "The run resumes from its last recorded step."
 RESUME_OR_START_AGAIN = "The run resumes from its last snapshot, or starts again from the base model where it has none yet."
 # What a user can do about the commonest signals; for the others the log is all there is.
@@ -55,6 +56,8 @@ def how_it_goes_on(run: Run) -> str:
 
     With durability `step` no step begins before the one before it is on the drives; when snapshots were made is the trainer's knowledge.
     """
+    if run.kind is not RunKind.TRAIN:
+        return BEGIN_ANEW
     durability = durability_of(run)
     if durability is Durability.NONE:
         return START_AGAIN

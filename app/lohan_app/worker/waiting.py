@@ -13,10 +13,11 @@ from sqlalchemy import Engine
 
 from lohan.units import MIB, format_bytes
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import PauseCause, Run, RunState, Wanted
+from lohan_app.entities import PauseCause, Run, RunKind, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.runs import repository
 from lohan_app.runs.announce import announce
+from lohan_app.runs.kinds import needs_of
 from lohan_app.runs.states import ACTIVE_STATES, WAITING_STATES, Trigger
 from lohan_app.settings import Settings
 from lohan_app.storage.quota import result_bytes
@@ -78,7 +79,8 @@ class WaitingRuns:
 
     def _shortage(self, run: Run, machine: Machine, active: Sequence[Run]) -> str | None:
         """What is missing, in words; None where there is room."""
-        need = result_bytes(run.plan or {}) + HEADROOM_BYTES
+        result = result_bytes(run.plan or {}) if run.kind is RunKind.TRAIN else needs_of(run).result_bytes
+        need = result + HEADROOM_BYTES
         if machine.data_free_bytes < need:
             return f"needs {format_bytes(need)} in the data folder, free {format_bytes(machine.data_free_bytes)}"
         folders = self._settings.state_folders
@@ -89,9 +91,11 @@ class WaitingRuns:
     def take_over(self) -> None:
         """Retries that wait get what their parents have recorded, before anything of the parents is deleted."""
         with read_transaction(self._engine) as session:
-            waiting = [run for run in repository.runs_in(session, [RunState.QUEUED, RunState.PAUSED]) if run.parent_id is not None]
+            waiting = repository.runs_in(session, [RunState.QUEUED, RunState.PAUSED])
+            read = repository.unfinished_exports(session)
         for run in waiting:
-            take_over_states(self._settings, run)
+            if run.kind is RunKind.TRAIN and run.parent_id not in read:
+                take_over_states(self._settings, run)
 
 
 def _trigger_for(run: Run) -> Trigger | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +34,7 @@ ResumeFrom = Annotated[
 
 
 class ExitCode(IntEnum):
-    """Of `lohan train`; supervisors read them."""
+    """Of `lohan train`, `lohan export` and `lohan profile --job`; supervisors read them."""
 
     SUCCEEDED = 0
     FAILED = 1
@@ -45,7 +47,7 @@ class ExitCode(IntEnum):
     """The drive with the run's folder is full; there was no room even for the last event."""
 
 
-_CODE_OF = {
+CODE_OF = {
     ExitReason.SUCCEEDED: ExitCode.SUCCEEDED,
     ExitReason.FAILED: ExitCode.FAILED,
     ExitReason.CANCELLED: ExitCode.CANCELLED,
@@ -63,9 +65,7 @@ def train(
     """
     from lohan.cli.show import make_show
     from lohan.config import load_run_config
-    from lohan.training.failures import is_out_of_space
     from lohan.training.loop import train as run
-    from lohan.training.run_lock import RunLockedError
     from lohan.training.tracing import TraceRequest, check_writable
 
     try:
@@ -75,21 +75,30 @@ def train(
     except ConfigError as error:
         print_error(error)
         raise typer.Exit(ExitCode.BAD_CONFIG) from None
+    with job_errors_in_words(config.output.directory), make_show(config) as show:
+        request = TraceRequest(trace.absolute(), trace_steps, show.busy) if trace is not None else None
+        reason = run(config, attempt=attempt, listener=show.event, resume_from=resume_from, trace=request)
+    raise typer.Exit(CODE_OF[reason])
+
+
+@contextmanager
+def job_errors_in_words(folder: Path) -> Iterator[None]:
+    """What keeps a job from beginning, or from saying its last word, in `folder`: printed, with the exit code that says which it was."""
+    from lohan.training.failures import is_out_of_space
+    from lohan.training.run_lock import RunLockedError
+
     try:
-        with make_show(config) as show:
-            request = TraceRequest(trace.absolute(), trace_steps, show.busy) if trace is not None else None
-            reason = run(config, attempt=attempt, listener=show.event, resume_from=resume_from, trace=request)
+        yield
     except RunLockedError as error:
         print_error(error)
         raise typer.Exit(ExitCode.LOCKED) from None
     except OSError as error:
         if is_out_of_space(error):
-            print(f"lohan: {config.output.directory}: {error.strerror}. Free space, then start the run again.", file=sys.stderr)
+            print(f"lohan: {folder}: {error.strerror}. Free space, then start the run again.", file=sys.stderr)
             raise typer.Exit(ExitCode.OUT_OF_SPACE) from None
         # Outside the attempt: the run's folder itself cannot be made or written to.
-        print(f"lohan: {config.output.directory}: {error.strerror or error}. Name a folder this user may write to.", file=sys.stderr)
+        print(f"lohan: {folder}: {error.strerror or error}. Name a folder this user may write to.", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED) from None
-    raise typer.Exit(_CODE_OF[reason])
 
 
 def print_error(error: LohanError) -> None:

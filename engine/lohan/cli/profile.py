@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lohan.cli.commands import CODE_OF, Attempt, job_errors_in_words
 from lohan.cli.data_folder import ProfileFolder, StateDirectories, profile_folder, state_directories
 from lohan.cli.measuring import errors_in_words, terminated_in_order
+from lohan.cli.profile_job import run_profile_job
 from lohan.config import KernelSet, Precision
 from lohan.errors import ConfigError, StorageError
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 _ROWS, _QUICK_ROWS = (1, 2, 4, 8), (1,)
 # For the shapes of a model that nobody named: on two cores the head alone takes seconds a row.
 _MOST_SECONDS = 40.0
+_OF_DRIVES = ("ssd_read", "ssd_write", "ssd_mixed", "commit_seconds")
 _DEVICE = re.compile(r"auto|cpu(:\d+)?|cuda(:\d+)?|GPU-[0-9a-f-]+")
 
 
@@ -38,6 +42,7 @@ class _Request:
     facts: HardwareFacts
     again: bool
     quick: bool
+    drives: bool
 
 
 @dataclass(frozen=True)
@@ -77,19 +82,31 @@ def profile(
     profiles: ProfileFolder = None,
     again: Annotated[bool, typer.Option("--again", help="Measure what was measured before, too.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="In a few seconds, roughly; measured anew by the next call without it.")] = False,
+    drives: Annotated[bool, typer.Option("--drives/--no-drives", help="Whether reading, writing and commits are measured.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    job: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Print nothing: FOLDER/events.jsonl says how far it is, as in a run's folder.")
+    ] = None,
+    attempt: Attempt = None,
 ) -> None:
     """Measure how fast this machine copies, computes, updates, reads and writes, and how long a block of MODEL takes."""
     from lohan.bench.show import stdout_kept_clean
     from lohan.cli.show_profile import print_profile, shown_progress
 
+    if job is not None:
+        request_of = partial(_request, directory, device, profiles, again=again, quick=quick, drives=drives)
+        with job_errors_in_words(job):
+            reason = run_profile_job(
+                job, partial(_measure_for_job, request_of, (model, rows, sequence, precision, kernels)), attempt=attempt
+            )
+        raise typer.Exit(CODE_OF[reason])
     with errors_in_words():
         failure: StorageError | None = None
         with terminated_in_order(), stdout_kept_clean(), shown_progress() as on_progress:
             if model is None and (rows is not None or precision is not None or kernels):
                 option = "--rows" if rows is not None else "--precision" if precision is not None else "--kernels"
                 raise ConfigError("it is of a model's block, and there is no MODEL", place=option, remedy="Name a model folder.")
-            request = _request(directory, device, profiles, again=again, quick=quick)
+            request = _request(directory, device, profiles, again=again, quick=quick, drives=drives)
             wanted = None if model is None else _model(model, request, rows, sequence, precision, kernels)
             result, is_new = _machine(request, on_progress)
             if is_new:
@@ -106,7 +123,25 @@ def profile(
             raise failure
 
 
-def _request(directories: list[Path] | None, device: str, profiles: Path | None, *, again: bool, quick: bool) -> _Request:
+def _measure_for_job(
+    request_of: Callable[[], _Request],
+    about_model: tuple[Path | None, str | None, int, Precision | None, list[KernelSet] | None],
+    on_progress: OnProgress,
+    say_started: Callable[[str, int], None],
+) -> None:
+    """A `lohan.cli.profile_job.Measure`; raises what the command would print."""
+    request, path = request_of(), about_model[0]
+    wanted = None if path is None else _model(path, request, *about_model[1:])
+    say_started(str(request.device), 1 + (len(wanted.kernels) if wanted is not None else 0))
+    result, _ = _machine(request, on_progress)
+    failure = _save(request.folder, result)
+    if failure is None and wanted is not None:
+        failure = _save(request.folder, _with_model(request, wanted, result, on_progress))
+    if failure is not None:
+        raise failure
+
+
+def _request(directories: list[Path] | None, device: str, profiles: Path | None, *, again: bool, quick: bool, drives: bool) -> _Request:
     """Check what was asked for, and look at the machine.
 
     Raises:
@@ -126,6 +161,7 @@ def _request(directories: list[Path] | None, device: str, profiles: Path | None,
         facts=_facts(probe(places), resolved),
         again=again,
         quick=quick,
+        drives=drives,
     )
 
 
@@ -178,10 +214,12 @@ def _machine(request: _Request, on_progress: OnProgress) -> tuple[HardwareProfil
     measured = measure_machine(
         request.facts,
         device=request.device,
-        state_directories=request.directories,
+        state_directories=request.directories if request.drives else (),
         on_progress=on_progress,
         effort=QUICK if request.quick else THOROUGH,
     )
+    if earlier is not None and not request.drives:
+        measured = measured.model_copy(update={name: getattr(earlier, name) for name in _OF_DRIVES})
     return with_blocks(measured, earlier.blocks if earlier is not None else ()), True
 
 

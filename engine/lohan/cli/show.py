@@ -125,6 +125,8 @@ class ProgressShow:
 
 def describe(type: EventType, fields: dict[str, Any], config: RunConfig) -> str:
     """An event as a line for people."""
+    if type is EventType.STARTED and "batch_size" not in fields:
+        return f"started on {fields['device']}"
     if type is EventType.STARTED:
         resumed = f", resumed at step {fields['resumed_step']}" if fields["resumed_step"] else ""
         return (
@@ -145,6 +147,8 @@ def describe(type: EventType, fields: dict[str, Any], config: RunConfig) -> str:
         )
     if type is EventType.EVALUATION:
         return f"loss {fields['when']} the training: {fields['loss']:.4f} (mean over {fields['rows']} training rows)"
+    if type is EventType.NOTE:
+        return str(fields["message"])
     if type is EventType.WARNING:
         return f"warning: {fields['message']} {fields['remedy'] or ''}".rstrip()
     if type is EventType.EXIT:

@@ -45,6 +45,18 @@ def load_profile(folder: Path, facts: HardwareFacts) -> HardwareProfile | None:
         ConfigError: the file is damaged, was written by a newer version, or is another machine's under this one's name.
     """
     path = profile_path(folder, facts)
+    profile = read_profile(path)
+    if profile is not None and profile.fingerprint != facts.digest:
+        raise _unusable(path, "the profile is another machine's")
+    return profile
+
+
+def read_profile(path: Path) -> HardwareProfile | None:
+    """The profile in a file; None where there is no such file.
+
+    Raises:
+        ConfigError: the file is damaged, or was written by a newer version.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -60,14 +72,11 @@ def load_profile(folder: Path, facts: HardwareFacts) -> HardwareProfile | None:
         raise _unusable(path, f"the profile has version {version}; this version of lohan reads up to {PROFILE_VERSION}")
     try:
         # As JSON: an integer in place of a string, or a list in place of a tuple, is read as pydantic reads JSON.
-        profile = HardwareProfile.model_validate_json(text)
+        return HardwareProfile.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "file"
         raise _unusable(path, f"the profile is damaged: {where}: {first['msg']}") from error
-    if profile.fingerprint != facts.digest:
-        raise _unusable(path, "the profile is another machine's")
-    return profile
 
 
 def save_profile(folder: Path, profile: HardwareProfile) -> Path:

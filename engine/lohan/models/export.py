@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,13 +20,23 @@ from lohan.models.load import empty_model
 from lohan.models.tokenizer_files import write_tokenizer
 from lohan.models.weights import INDEX_FILE, SINGLE_FILE
 
-if TYPE_CHECKING:
-    from lohan.streaming.executor import Session
-
 MAX_SHARD_BYTES = 5 * 1000**3
 """Tensors of one file; a larger tensor gets a file of its own."""
 
 _TYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
+
+
+class Weights(Protocol):
+    """Whose weights are written: a `Session`, or what its states hold while it is at rest."""
+
+    @property
+    def precision(self) -> Precision: ...
+
+    def wait(self) -> None:
+        """Block until they are complete."""
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter once, then the persistent buffers, each read as it is asked for."""
 
 
 @dataclass(slots=True)
@@ -46,17 +56,18 @@ class _Shard:
 
 
 def save_pretrained(
-    session: Session,
+    session: Weights,
     config: Any,
     tokenizer_files_from: Path,
     folder: Path,
     *,
+    dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[float], None] = lambda _done: None,
 ) -> None:
     """Write weights, config.json, generation_config.json and the tokenizer's files into `folder`, which appears complete or not at all.
 
-    The weights are in the run's precision; of tied weights only the first name is written, as transformers does. A folder of that
+    Of tied weights only the first name is written, as transformers does. A folder of that
     name is replaced. `progress` is told the share of the weights that is written, 0 to 1.
 
     Args:
@@ -64,6 +75,7 @@ def save_pretrained(
         config: the transformers configuration the model was built from.
         tokenizer_files_from: the base model's folder or GGUF file.
         folder: where to; its parent must exist.
+        dtype: of the weights; None takes the session's precision.
 
     Raises:
         EngineError: the session failed, or its weights are not those of `config`'s model.
@@ -75,7 +87,7 @@ def save_pretrained(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         write_tokenizer(tokenizer_files_from, temporary)
-        dtype = torch.bfloat16 if session.precision is Precision.BF16 else torch.float32
+        dtype = dtype or (torch.bfloat16 if session.precision is Precision.BF16 else torch.float32)
         model = empty_model(config, dtype=dtype)
         _write_settings(model, config, tokenizer_files_from, temporary, dtype)
         shards = _plan_shards(model, dtype, max_shard_bytes)

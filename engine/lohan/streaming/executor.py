@@ -40,6 +40,7 @@ from lohan.streaming.device import resolve_device
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.kept_decisions import Limits, block_decisions
 from lohan.streaming.parameters import DebugMode
+from lohan.streaming.recorded import read_weights
 from lohan.streaming.regions import RegionRunner, UnitRuntime
 from lohan.streaming.stages import Stages, StateOptions, working_dtype
 from lohan.streaming.statistics import Statistics
@@ -234,16 +235,13 @@ class Session:
         Raises:
             EngineError: the session is closed, or a background stage failed.
         """
-        for unit in self._units:
+
+        def ready(index: int) -> None:
             self._driver.check()
-            self._stages.pending.wait(unit.index)
-            for place in unit.layout.parameters:
-                tensor = self._stages.states.read_parameter(unit.layout, place)
-                yield place.name, tensor if dtype is None else tensor.to(dtype)
-        for prefix, module in self._model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:  # noqa: SLF001 - state_dict() is refused
-                    yield f"{prefix}.{name}" if prefix else name, buffer.detach().cpu()
+            self._stages.pending.wait(index)
+
+        layouts = [unit.layout for unit in self._units]
+        return read_weights(layouts, self._stages.states, self._model, dtype, before_unit=ready)
 
     @property
     def host_memory(self) -> Ledger:

@@ -38,15 +38,15 @@ class Reporter:
             except OSError:
                 self._listener = None  # the terminal, or the program behind the pipe, has gone; the run has not
 
-    def begin(self, phase: Phase, detail: str) -> None:
-        """Enter `phase`, with nothing known about its length."""
+    def begin(self, phase: Phase, detail: str, done: float | None = None, **fields: Any) -> None:
+        """Enter `phase`, or its next part; arguments are `progress`'s."""
         self._phase, self._detail = phase, detail
-        self._say_phase(None)
+        self._say_phase(done, **fields)
 
-    def progress(self, done: float | None) -> None:
-        """How much of the phase is done, 0 to 1; None while that is unknown."""
+    def progress(self, done: float | None, **fields: Any) -> None:
+        """How much of the phase is done, 0 to 1; None while that is unknown. `fields` are what else the event says."""
         if time.monotonic() - self._said_at >= _PHASE_SECONDS:
-            self._say_phase(done)
+            self._say_phase(done, **fields)
 
     def warn(self, message: str, remedy: str | None = None) -> None:
         self.say(EventType.WARNING, message=message, remedy=remedy)
@@ -58,7 +58,7 @@ class Reporter:
     def close(self) -> None:
         self._writer.close()
 
-    def _say_phase(self, done: float | None) -> None:
+    def _say_phase(self, done: float | None, **fields: Any) -> None:
         assert self._phase is not None
         self._said_at = time.monotonic()
-        self.say(EventType.PHASE, phase=str(self._phase), progress=done, detail=self._detail)
+        self.say(EventType.PHASE, phase=str(self._phase), progress=done, detail=self._detail, **fields)
