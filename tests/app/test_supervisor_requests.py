@@ -208,8 +208,8 @@ def test_a_silent_trainer_is_killed_and_started_again(settings: Settings, engine
 
 def test_a_stopped_process_is_silent(settings: Settings, engine: Engine) -> None:
     """SIGSTOP: it is alive, holds its lock, and cannot even be told to end."""
-    run_id = make_run(settings, engine, state=RunState.STARTING, steps=10_000, attempt=2)
-    first = start_and_wait_for_step(settings, engine, run_id, 2)
+    run_id = make_run(settings, engine, state=RunState.STARTING, script={"hold_at_step": 1}, attempt=2)
+    first = start_and_wait_for_step(settings, engine, run_id, 1)
     first.kill()
     first.wait()
     note = TrainerNote.read(RunFiles(settings.run_folder(run_id)).trainer_note)
@@ -250,7 +250,7 @@ def test_a_full_drive_does_not_stand_in_the_way_of_a_cancellation(settings: Sett
 
 
 def test_an_attempt_that_came_no_further_is_followed_by_a_longer_and_longer_pause(settings: Settings, engine: Engine) -> None:
-    run_id = make_run(settings, engine, state=RunState.STARTING, script={"kill_self_at_step": 2})
+    run_id = make_run(settings, engine, state=RunState.STARTING, script={"kill_self_at_step": 1})
     for attempt, pause_seconds in enumerate(BACKOFF_SECONDS, 1):
         before = now()
         supervise(settings, run_id)
