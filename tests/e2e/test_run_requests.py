@@ -128,6 +128,7 @@ def test_a_failed_run_is_retried_once_and_says_what_happens(
         "cause": "gpu_memory",
     }
     run = arrange.add_run(site, visitor, state=RunState.FAILED, problem=problem, step=7, total_steps=40)
+    arrange.leave_files(site, run.id, states=True)
     page = open_page(site, f"/runs/{run.id}", visitor)
     expect(page.get_by_role("alert")).to_contain_text("This run failed: GPU memory ran out")
     expect(page.get_by_text("goes on from its last recorded step")).to_be_visible()
