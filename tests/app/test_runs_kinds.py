@@ -29,9 +29,10 @@ from lohan.data.prepare import prepare_tokens
 from lohan.data.tokenize import Tokenizer
 from lohan.events import EventType
 from lohan.units import GIB
-from lohan_app.db import write_transaction
+from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import TERMINAL_STATES, Run, RunKind, RunState
 from lohan_app.entities.base import now
+from lohan_app.runs import queries
 from lohan_app.runs.kinds import NO_DEVICE
 from lohan_app.settings import Settings
 from lohan_app.storage.retention import Rules, states_expiry
@@ -111,6 +112,22 @@ def test_a_measurement_is_asked_for_by_administrators(admin: Person, owner: Pers
     assert "Measurement of this machine" in page_text(admin, f"/runs/{without['id']}")
     assert "Measurement of this machine with tiny" in page_text(admin, "/runs?kind=profile")
     assert run["id"] not in admin.client.get("/runs", headers={"Accept": "text/html"}).text
+
+
+def test_a_measurement_stands_in_line_and_its_time_on_a_device_counts(
+    admin: Person, settings: Settings, engine: Engine, tick: Callable[[], None]
+) -> None:
+    training = make_run(settings, engine, state=RunState.RUNNING, devices=["cpu:0", "cpu:1"])
+    asked = post(admin, "/hardware/profiles", {"drives": False})
+    assert (asked["queue_place"]["position"], asked["queue_place"]["of"]) == (1, 1)
+    tick()
+    assert read_run(engine, asked["id"]).state_reason == "Waits for cpu:0 or cpu:1, in use by 'a run'."
+    set_run(engine, training, devices=["cpu:1"])
+    tick()
+    run = read_run(engine, asked["id"])
+    assert (run.state, run.devices, run.started_plan) == (RunState.STARTING, ["cpu:0"], None)
+    with read_transaction(engine) as session:
+        assert [(use.owner_id, use.devices) for use in queries.device_uses(session, run.created_at)] == [(admin.user.id, 1)]
 
 
 def test_a_real_measurement_ends_in_the_folder_of_profiles(admin: Person, settings: Settings, engine: Engine, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import DeviceUse, PauseCause, Run, RunState
 from lohan_app.entities.base import now
 from lohan_app.runs import queries, repository
+from lohan_app.runs.kinds import NO_DEVICE
 from lohan_app.runs.line import WINDOW, Use, device_seconds, in_order, places
 from lohan_app.runs.states import ACTIVE_STATES, Trigger
 from lohan_app.settings import Settings
@@ -221,6 +222,13 @@ def test_space_is_kept_free_in_each_directory() -> None:
     assert "small" not in simulation.started_at
     simulation.run(10 * HOUR)
     assert simulation.started_at["large"] <= simulation.started_at["small"]
+
+
+def test_a_run_that_asks_for_no_device_is_kept_memory_alone() -> None:
+    line = Line(MACHINE, [Held("training", ["cpu:0", "cpu:1"], 60 * GIB, {}, is_settled=False)], START)
+    assert line.ask("small", Need(NO_DEVICE, 4 * GIB), START) == Reservation([], 4 * GIB)
+    assert "host memory" in str(line.ask("export", Need(NO_DEVICE, 5 * GIB), START - PASSING_LIMIT))
+    assert line.kept == [Held("export", [], 5 * GIB, {}, is_settled=False)]
 
 
 # ---------------------------------------------------------------- claims that race
