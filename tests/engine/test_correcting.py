@@ -62,7 +62,7 @@ def force(monkeypatch, *retentions: Retention) -> None:
         steps = [replace(step, seconds=2 * running.of(step).decision.seconds.total) for step in steps]
         found = original(running, steps, traces)
         assert found is not None
-        decision = replace(found.running.decision, retention=left.pop(0))
+        decision = replace(found.running.decision, kept=left.pop(0))
         return replace(found, better=Choice(running.fit, running.micro_batch, running.kept_units, decision))
 
     monkeypatch.setattr(correcting, "correct", forced)

@@ -8,6 +8,6 @@
   document.addEventListener("htmx:afterSwap", (event) => {
     if (event.detail.target.id !== "run-summary") return;
     log.poll();
-    htmx.ajax("GET", `/runs/${id}/partials/events`, { target: "#run-events", swap: "outerHTML" });
+    document.body.dispatchEvent(new Event("lohan:events"));
   });
 })();
