@@ -102,7 +102,7 @@ def test_a_stale_page_says_where_the_run_is_now(site: Site, visitor: Visitor, op
     complaints.expect("409")
     run = arrange.add_run(site, visitor, state=RunState.QUEUED)
     page = open_page(site, "/settings", visitor)
-    page.route("**/partials/summary", lambda route: route.abort())  # the tab was asleep
+    page.route("**/partials/summary", lambda route: route.fulfill(status=204))  # the tab was asleep
     page.route("**/events*", lambda route: route.abort())
     complaints.expect("net::ERR")
     complaints.expect("htmx:")
@@ -194,7 +194,7 @@ def test_the_list_pauses_resumes_and_says_what_is_not_possible(site: Site, visit
     expect(page.get_by_role("button", name="Resume listed")).to_be_visible()
     page.get_by_role("button", name="Resume listed").click()
     expect(page.get_by_role("button", name="Pause listed")).to_be_visible()
-    page.route("**/partials/list?*", lambda route: route.abort() if route.request.method == "GET" else route.continue_())
+    page.route("**/partials/list?*", lambda route: route.fulfill(status=204) if route.request.method == "GET" else route.continue_())
     set_run(site, run, state=RunState.CANCELLED, finished_at=now())
     page.evaluate("document.querySelector('#runs').removeAttribute('hx-trigger')")
     expect(page.get_by_role("button", name="Pause listed")).to_be_visible()
