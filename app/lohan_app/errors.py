@@ -5,7 +5,6 @@ An error knows its status; it is rendered here and nowhere else. The texts are t
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import re
@@ -22,7 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from lohan.errors import CapacityError, ConfigError, DataError, LohanError, ModelError, StorageError
+from lohan.errors import NO_SPACE, CapacityError, ConfigError, DataError, LohanError, ModelError, StorageError
 from lohan_app.middleware import SECURITY_HEADERS
 
 log = logging.getLogger(__name__)
@@ -176,7 +175,7 @@ def problem_of_error(error: LohanError) -> Problem:
 
 def _engine_status(error: LohanError) -> int:
     if isinstance(error, StorageError):
-        return 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 500
+        return 507 if error.errno in NO_SPACE else 500
     return next((status for kind, status in ENGINE_STATUSES if isinstance(error, kind)), 500)
 
 

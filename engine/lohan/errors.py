@@ -6,9 +6,13 @@ pages print alike: `message` (what was wrong, with the value), `place` (file and
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from os import PathLike
 from typing import Self
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""The system's numbers for a drive, or a user's quota on it, that is full."""
 
 
 class LohanError(Exception):

@@ -7,7 +7,6 @@ an optional part `name`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +18,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from lohan.errors import LohanError
+from lohan.errors import NO_SPACE, LohanError
 from lohan.units import format_bytes
 from lohan_app.errors import BadRequest, InsufficientStorage, TooLarge
 
@@ -31,7 +30,6 @@ BLOCK_BYTES = 1024 * 1024
 # Room for the parts' headers and a name around the file of a multipart form.
 FORM_OVERHEAD_BYTES = 64 * 1024
 FIELD_LIMIT_BYTES = 4096
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UploadFile:
@@ -102,7 +100,7 @@ def disk_full(folder: Path) -> InsufficientStorage:
 
 
 def _storage_error(error: OSError) -> Exception:
-    return disk_full(Path("uploads")) if error.errno in DISK_FULL else error
+    return disk_full(Path("uploads")) if error.errno in NO_SPACE else error
 
 
 def _fsync_folder(folder: Path) -> None:

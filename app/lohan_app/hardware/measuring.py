@@ -7,24 +7,22 @@ from sqlalchemy.orm import Session
 from lohan.errors import ConfigError
 from lohan.planning.workload import UnitKind, Workload
 from lohan.units import GIB, MIB
-from lohan_app.auth.repository import add_audit_entry
 from lohan_app.auth.schemas import Identity
 from lohan_app.base_models import repository as base_models
 from lohan_app.base_models import service as base_models_service
 from lohan_app.context import AppContext
 from lohan_app.db import read_transaction
-from lohan_app.entities import BaseModel, BaseModelState, Run, RunKind, RunState
-from lohan_app.entities.base import now
-from lohan_app.errors import Conflict, Forbidden, NotFound
+from lohan_app.entities import BaseModel, Run, RunKind, RunState
+from lohan_app.errors import Forbidden
 from lohan_app.hardware.schemas import MeasurementView, ProfileRequest, ProfileView
 from lohan_app.hardware.service import usable
 from lohan_app.runs import queries
 from lohan_app.runs.kinds import Needs, settings_of
-from lohan_app.runs.once import Answer, once
+from lohan_app.runs.once import Answer, queue_once
 from lohan_app.runs.planning import check_device
 from lohan_app.runs.schemas import view_of
+from lohan_app.runs.service import checked_model
 from lohan_app.runs.states import ACTIVE_STATES
-from lohan_app.worker.celery import wake
 
 RAM_BYTES = 2 * GIB
 """torch, and the largest arrays that are copied and updated at a time."""
@@ -47,40 +45,19 @@ def submit(context: AppContext, identity: Identity, request: ProfileRequest, ide
     facts = context.hardware.facts()
     check_device(request.device, usable(facts, context.settings), context.settings, place="device")
 
-    def work(session: Session) -> str:
-        model = _model(session, request.base_model_id)
-        run = Run(
+    def make(session: Session) -> Run:
+        # Its row is held, so that it cannot be deleted before the run is there to need it.
+        model_id = request.base_model_id
+        model = checked_model(base_models.get_locked(session, model_id)) if model_id is not None else None
+        return Run(
             kind=RunKind.PROFILE,
             owner_id=identity.user_id,
-            name=f"Measurement with {model.name}"[:255] if model is not None else "Measurement",
-            base_model_id=model.id if model is not None else None,
+            name=f"Measurement with {model.name}" if model is not None else "Measurement",
+            base_model_id=model_id,
             settings=settings_of(RunKind.PROFILE, request.model_dump(mode="json"), _needs(context, request, model)),
-            state=RunState.QUEUED,
-            queued_at=now(),
-            prepared_at=now(),
-            devices=[],
         )
-        session.add(run)
-        session.flush()
-        add_audit_entry(session, user_id=identity.user_id, action="hardware.measure", subject=run.id, address=identity.address)
-        return run.id
 
-    answer = once(context, identity, f"measure {request.model_dump_json()}", idempotency_key, work)
-    if not answer.is_replay:
-        wake(context.settings)
-    return answer
-
-
-def _model(session: Session, base_model_id: str | None) -> BaseModel | None:
-    """The model, its row held, so that it cannot be deleted before the run is there to need it."""
-    if base_model_id is None:
-        return None
-    model = base_models.get_locked(session, base_model_id)
-    if model is None:
-        raise NotFound("no such base model", place="base_model_id", remedy="Look at the list of base models.")
-    if model.state is not BaseModelState.READY:
-        raise Conflict(f"the base model {model.name!r} is {model.state}", place="base_model_id", remedy="Use one that is ready.")
-    return model
+    return queue_once(context, identity, f"measure {request.model_dump_json()}", idempotency_key, make, action="hardware.measure")
 
 
 def _needs(context: AppContext, request: ProfileRequest, model: BaseModel | None) -> Needs:

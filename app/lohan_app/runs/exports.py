@@ -7,26 +7,22 @@ from sqlalchemy.orm import Session
 from lohan.config import Durability, Precision
 from lohan.planning.workload import Workload
 from lohan.units import GIB
-from lohan_app.auth.repository import add_audit_entry
 from lohan_app.auth.schemas import Identity
 from lohan_app.base_models import repository as base_models
 from lohan_app.context import AppContext
 from lohan_app.db import read_transaction
 from lohan_app.entities import Run, RunKind, RunState
-from lohan_app.entities.base import now
 from lohan_app.errors import Conflict
 from lohan_app.paging import DEFAULT_LIMIT, Page, make_page
 from lohan_app.runs import queries, repository, service
 from lohan_app.runs.kinds import Needs, settings_of
-from lohan_app.runs.once import Answer, once
+from lohan_app.runs.once import Answer, queue_once
 from lohan_app.runs.schemas import ExportRequest, RunDetail, RunView, view_of
 from lohan_app.settings import Settings
 from lohan_app.storage import repository as storage
 from lohan_app.storage.retention import durability_of
-from lohan_app.worker.celery import wake
 from lohan_app.worker.run_files import state_directories, states_bytes
 
-NAME_CHARACTERS = 255
 PROGRAM_BYTES = GIB
 """Python with torch, and what passes through it besides one parameter."""
 BYTES_PER_ELEMENT = 12
@@ -46,7 +42,7 @@ def submit_export(
         Unprocessable: the idempotency key is malformed, or was used for another request.
     """
 
-    def work(session: Session) -> str:
+    def make(session: Session) -> Run:
         service.visible(session, identity, run_id)
         source = repository.lock_run(session, run_id)
         check_source(session, context.settings, source)
@@ -54,27 +50,16 @@ def submit_export(
         dtype = request.dtype or Precision(source.settings.get("training", {}).get("precision", Precision.BF16))
         needs = _needs(session, source.base_model_id, dtype)
         service.check_quota(session, context, identity, source.owner_id, needs.result_bytes)
-        made = Run(
+        return Run(
             kind=RunKind.EXPORT,
             owner_id=source.owner_id,
             parent_id=source.id,
-            name=f"Export of {source.name}"[:NAME_CHARACTERS],
+            name=f"Export of {source.name}",
             base_model_id=source.base_model_id,
             settings=settings_of(RunKind.EXPORT, {"dtype": str(dtype)}, needs),
-            state=RunState.QUEUED,
-            queued_at=now(),
-            prepared_at=now(),
-            devices=[],
         )
-        session.add(made)
-        session.flush()
-        add_audit_entry(session, user_id=identity.user_id, action="run.export", subject=made.id, address=identity.address)
-        return made.id
 
-    answer = once(context, identity, f"export {run_id} {request.model_dump_json()}", idempotency_key, work)
-    if not answer.is_replay:
-        wake(context.settings)
-    return answer
+    return queue_once(context, identity, f"export {run_id} {request.model_dump_json()}", idempotency_key, make, action="run.export")
 
 
 def list_exports(

@@ -8,14 +8,19 @@ from collections.abc import Callable
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from lohan_app.auth.repository import add_audit_entry
 from lohan_app.auth.schemas import Identity
 from lohan_app.context import AppContext
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import IdempotencyKey
+from lohan_app.entities import IdempotencyKey, Run, RunState
+from lohan_app.entities.base import now
 from lohan_app.errors import Conflict
 from lohan_app.runs import queries, service
 from lohan_app.runs.service import Submission
+from lohan_app.worker.celery import wake
 
+NAME_CHARACTERS = 255
+"""Of a run; longer names are cut."""
 Answer = Submission
 """The run as the request has left it, or as the same request, by its idempotency key, found it before."""
 
@@ -57,3 +62,27 @@ def once(context: AppContext, identity: Identity, body: str, key: str | None, wo
         if answered is None:
             raise
         return answered
+
+
+def queue_once(
+    context: AppContext, identity: Identity, body: str, key: str | None, make: Callable[[Session], Run], *, action: str
+) -> Answer:
+    """`once` for a run that is no training: it comes into line, with an audit entry for `action`, and the worker is woken.
+
+    Args:
+        make: the run with its kind, owner, name, settings, and what it is made of; see `once` for what it may raise.
+    """
+
+    def work(session: Session) -> str:
+        run = make(session)
+        run.name, run.state, run.devices = run.name[:NAME_CHARACTERS], RunState.QUEUED, []
+        run.queued_at = run.prepared_at = now()
+        session.add(run)
+        session.flush()
+        add_audit_entry(session, user_id=identity.user_id, action=action, subject=run.id, address=identity.address)
+        return run.id
+
+    answer = once(context, identity, body, key, work)
+    if not answer.is_replay:
+        wake(context.settings)
+    return answer

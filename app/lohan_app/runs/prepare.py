@@ -8,9 +8,8 @@ from datetime import timedelta
 from sqlalchemy import Engine, update
 from sqlalchemy.orm import Session
 
-from lohan.errors import ConfigError, DataError, LohanError, ModelError
+from lohan.errors import NO_SPACE, ConfigError, DataError, LohanError, ModelError
 from lohan.events import FailureCause, Phase
-from lohan.training.failures import NO_SPACE
 from lohan_app.base_models.service import model_folder
 from lohan_app.datasets.service import rows_path
 from lohan_app.db import read_transaction, write_transaction

@@ -85,11 +85,11 @@ def plan(context: AppContext, identity: Identity, request: PlanRequest) -> Plan:
     """The memory split a run would have; nothing is stored.
 
     Raises:
-        NotFound, Conflict: see `_checked_model` and `_checked_dataset`.
+        NotFound, Conflict: see `checked_model` and `_checked_dataset`.
         Unprocessable, ConfigError, CapacityError: see `runs.planning.plan_run`.
     """
     with read_transaction(context.engine) as session:
-        model = _checked_model(base_models.get(session, request.base_model_id))
+        model = checked_model(base_models.get(session, request.base_model_id))
         if request.dataset_id is not None:
             _visible_dataset(datasets.get(session, request.dataset_id), identity)
     return _plan(context, model, request)
@@ -132,7 +132,8 @@ def _plan(context: AppContext, model: BaseModel, request: PlanRequest) -> Plan:
     return plan_run(model, request.training, request.engine, facts=context.hardware.facts(), active=active, settings=context.settings)
 
 
-def _checked_model(model: BaseModel | None) -> BaseModel:
+def checked_model(model: BaseModel | None) -> BaseModel:
+    """The model; raises NotFound or Conflict where there is none, or it cannot be used."""
     if model is None:
         raise NotFound("no such base model", place="base_model_id", remedy="Look at the list of base models.")
     if model.state is not BaseModelState.READY:
@@ -182,7 +183,7 @@ def submit(context: AppContext, identity: Identity, request: RunRequest, idempot
         if answered is not None:
             return answered
         check_parts(session, identity, request)
-        model = _checked_model(base_models.get(session, request.base_model_id))
+        model = checked_model(base_models.get(session, request.base_model_id))
     made = _plan(context, model, request)
     try:
         submission = _store(context, identity, request, made, idempotency_key, body_hash)
@@ -223,7 +224,7 @@ def check_parts(session: Session, identity: Identity, request: RunRequest) -> No
     Raises:
         NotFound, Conflict, Unprocessable: one of them is gone or not ready; see `submit`.
     """
-    _checked_model(base_models.get(session, request.base_model_id))
+    checked_model(base_models.get(session, request.base_model_id))
     _checked_dataset(datasets.get(session, request.dataset_id), identity, request)
 
 
@@ -249,7 +250,7 @@ def _store(context: AppContext, identity: Identity, request: RunRequest, made: P
         answered = earlier_answer(session, identity, key, body_hash)
         if answered is not None:
             return answered
-        model = _checked_model(base_models.get_locked(session, request.base_model_id))
+        model = checked_model(base_models.get_locked(session, request.base_model_id))
         dataset = _checked_dataset(datasets.get_locked(session, request.dataset_id), identity, request)
         training = request.training.model_copy(update={"precision": Precision(made.precision)})
         stored_plan = made.model_dump(mode="json")

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lohan.errors import LohanError
+from lohan.errors import NO_SPACE, LohanError
 
 ERROR_NUMBERS = ("need_bytes", "have_bytes")  # what CapacityError carries besides its texts
 PROGRESS_SUFFIX = ".progress"
@@ -21,7 +21,6 @@ PROGRESS_SUFFIX = ".progress"
 MEMORY, FILE_SIZE, FILE_COUNT = "memory", "file size", "open files"
 OUT_OF_SPACE_STATUS = 7
 """Exit code where a drive is full: neither a result nor last words could be relied on, as they may lie on that drive."""
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _ERRNO_LIMITS = {errno.ENOMEM: MEMORY, errno.EFBIG: FILE_SIZE, errno.EMFILE: FILE_COUNT}
 
 _result_path: Path | None = None
@@ -62,9 +61,9 @@ def _run(module: str, arguments: list[str]) -> dict[str, Any]:
 
 def _is_full_drive(error: Exception) -> bool:
     if isinstance(error, OSError):
-        return error.errno in _NO_SPACE
+        return error.errno in NO_SPACE
     # Libraries in Rust and C++ wrap the system's words in errors of their own; ours may quote a user's text.
-    return not isinstance(error, LohanError) and any(os.strerror(number) in str(error) for number in _NO_SPACE)
+    return not isinstance(error, LohanError) and any(os.strerror(number) in str(error) for number in NO_SPACE)
 
 
 def _replace(path: Path, value: dict[str, Any]) -> None:

@@ -19,9 +19,8 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from lohan.errors import LohanError, StorageError
+from lohan.errors import NO_SPACE, LohanError, StorageError
 from lohan.events import Event, EventReader, EventType, ExitReason, FailureCause
-from lohan.training.failures import NO_SPACE
 from lohan_app.db import read_transaction
 from lohan_app.entities import BaseModel, PauseCause, Run, RunState, Wanted
 from lohan_app.entities.base import now

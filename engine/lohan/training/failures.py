@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lohan.errors import (
+    NO_SPACE,
     CapacityError,
     ConfigError,
     DataError,
@@ -23,7 +23,6 @@ from lohan.errors import (
 from lohan.events import FailureCause
 
 LOG_FILE = "trainer.log"
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # CUDA's error numbers (driver_types.h) of a GPU or driver that has stopped answering; the others are a fault of the program. torch gives
 # the number since 2.8; its text has been the same for longer.
 _LOST_GPU_CODES = frozenset(
