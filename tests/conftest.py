@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from fixtures import machine
 
-pytest_plugins = ["fixtures.backends"]
+# A machine that only trains has the engine alone: its tests run there, too.
+pytest_plugins = ["fixtures.backends"] if find_spec("alembic") else []
 NEEDS = ("database", "broker", "browser", "gpu")
 
 
