@@ -96,11 +96,12 @@ class ClipUpdate(StrEnum):
     """When updates begin whose factor only the backward's end can tell; the bits are the same."""
 
     AUTO = "auto"
-    """After the backward, and on arrival while fewer than a quarter of the last 32 steps were clipped or left out."""
+    """After the backward, and on arrival while few enough of the last 32 steps were clipped or left out (`planning/prices.py`)."""
     DEFER = "defer"
     """After the backward."""
     SPECULATE = "speculate"
-    """On arrival, as if nothing were clipped; where something is, the step is taken back and done again. With durability `step` only."""
+    """On arrival, as if nothing were clipped; where something is, the step is taken back and done again. Where nothing could be taken
+    back (`lohan.planning.schedule.can_speculate`), after the backward."""
 
 
 class UpdateSchedule(StrEnum):
@@ -283,8 +284,9 @@ class EngineSection(_Section):
     """Host memory for gradients that wait for their update: `few` units', or `all`, so that the backward never waits for updates; `auto`
     takes `all` on a GPU where there is room. Where updates begin after the backward it is always `all`."""
     clip_updates: ClipUpdate = ClipUpdate.AUTO
-    """With `training.clip = "global"` and durability `step`: `defer` updates after the backward, `speculate` on arrival, and again with
-    the right factor where gradients are clipped; `auto` speculates while fewer than a quarter of the last 32 steps would be done again."""
+    """With `training.clip = "global"`: `defer` updates after the backward, `speculate` on arrival, and again with the right factor where
+    gradients are clipped, which takes durability `step` or, where all states lie in RAM, room for a second place of theirs; `auto`
+    speculates while fewer of the last 32 steps would be done again than pay: a quarter, or what the plan says of states in RAM."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads for the optimizer and for `device = "cpu"`; 0 means all this process may use."""
 

@@ -52,6 +52,7 @@ def opened(
     faults: FaultPlan | None = None,
     layouts: list[UnitLayout] | None = None,
     ram_bytes: int = 0,
+    spare_bytes: int = 0,
     resume: bool = False,
     resume_from: str | None = None,
 ) -> Iterator[StateStore]:
@@ -65,6 +66,7 @@ def opened(
             io,
             durability=durability,
             ram_bytes=ram_bytes,
+            spare_bytes=spare_bytes,
             resume=resume,
             resume_from=resume_from,
             unsafe_filesystems=UnsafeFilesystems.ALLOW,  # the tests' folders may be anywhere

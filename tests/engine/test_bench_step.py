@@ -248,6 +248,27 @@ def test_an_interrupt_ends_all_children_and_removes_their_folders(tmp_path, scri
     assert child_folders(tmp_path) == []
 
 
+def test_what_was_measured_before_an_interrupt_is_told(tmp_path, scripted, monkeypatch):
+    monkeypatch.setattr(step_plans, "fit_together", lambda *_: False)
+    told: list[list[str]] = []
+
+    class Interrupted(Notes):
+        def done(self, what: str) -> None:
+            if "naive, step 1" in what:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        options = step_options(tmp_path, schedules=(SERIAL, OPTIMIZED, NAIVE))
+        step.run(options, Interrupted(), lambda records: told.append([record["schedule"] for record in records]))
+    assert told == [["serial"], ["serial", "optimized"]]
+
+
+def test_a_plan_that_goes_by_no_profile_although_one_was_named_is_a_record_with_the_reason(tmp_path, scripted):
+    (record,) = step.run(step_options(tmp_path, schedules=(SERIAL,), profiles=tmp_path / "none"), Notes())
+    assert "This machine was not measured" in record["skipped"]
+    assert "lohan profile MODEL" in record["skipped"]
+
+
 def start(folder: Path) -> subprocess.Popen[str]:
     arguments = ["--shape", "tiny", "--batch", "2", "--sequence", "16", "--precision", "fp32", "--device", "cpu"]
     arguments += ["--schedule", "serial", "--directory", str(folder), "--steps", "1000000"]

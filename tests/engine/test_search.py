@@ -12,7 +12,7 @@ from lohan.hardware.profile import HardwareProfile
 from lohan.planning.choice import Choice, Chooser
 from lohan.planning.fit import Fit, choose_gpu
 from lohan.planning.plan import Plan
-from lohan.planning.prices import EXPECTED_CLIP_RATE
+from lohan.planning.schedule import EXPECTED_CLIP_RATE
 from lohan.planning.search import MARGIN, SHORTER, Search, ram_sizes
 from lohan.planning.tiers import Tier
 from lohan.units import GIB
@@ -166,7 +166,7 @@ def test_deferred_and_speculated_updates_are_priced_at_the_expected_clip_rate():
     assert f"{EXPECTED_CLIP_RATE:.0%} of the steps" in priced["speculate"].note or "slower" in priced["speculate"].note
     assert clipped(clip_updates="speculate").clip_updates == "speculate"
     assert clipped(clip_updates="defer").clip_updates == "defer"
-    assert not settings_of(clipped(durability="none"), "engine.clip_updates"), "nothing to take back"
+    assert not settings_of(clipped(durability="none"), "engine.clip_updates"), "the forward hides them all"
     assert clipped(durability="none").clip_updates == "defer"
 
 

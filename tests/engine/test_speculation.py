@@ -10,9 +10,10 @@ import pytest
 import lohan
 from lohan.config import ClipUpdate, Durability, Precision, States, UnsafeFilesystems
 from lohan.errors import ConfigError, EngineError, StorageError
+from lohan.planning.schedule import DRIVES_CLIP_RATE
 from lohan.streaming.clipping import StepStatistics
 from lohan.streaming.parameters import DebugMode
-from lohan.streaming.speculation import MOST_REDONE, REMEMBERED_STEPS, Speculation
+from lohan.streaming.speculation import REMEMBERED_STEPS, Speculation
 from lohan.streaming.trace import Trace
 from tests.engine.reference import (
     Outcome,
@@ -26,11 +27,13 @@ from tests.engine.reference import (
     train_streamed,
 )
 from tests.engine.test_trace import assert_as_scheduled
+from tests.engine.test_updates import spoil_gradients_below
 from tests.fixtures.waiting import wait_until
 
 STEPS = 6
 STEP = {"durability": Durability.STEP, "unsafe_filesystems": UnsafeFilesystems.ALLOW, "clip": "global"}
 STATE_BYTES = 12 * 140_000
+MOST_REDONE = int(DRIVES_CLIP_RATE * REMEMBERED_STEPS)
 VARIANTS: dict[str, dict[str, Any]] = {
     "on the drive": {},
     "half in RAM": {"ram_state_bytes": STATE_BYTES // 2},
@@ -41,6 +44,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulation": 3, "max_gradient_norm": 1.58, "ram_state_bytes": STATE_BYTES // 2},
     "debug": {"debug": DebugMode.NAN_FILL, "kept_units": 2},
     "modules": {"grain": "module"},
+}
+IN_RAM = {"durability": Durability.NONE, "ram_state_bytes": 4 * STATE_BYTES, "spare_state_bytes": 4 * STATE_BYTES}
+VARIANTS |= {
+    "second places": IN_RAM,
+    "second places of some units": {**IN_RAM, "spare_state_bytes": STATE_BYTES // 2},
+    "second places, naive": {**IN_RAM, "schedule": "naive"},
+    "second places, bf16, snapshots": {**IN_RAM, "precision": Precision.BF16, "durability": Durability.SNAPSHOT},
+    "second places, 8 bit": {**IN_RAM, "precision": Precision.BF16, "states": States.EIGHT_BIT},
+    "second places, accumulated": {**IN_RAM, "accumulation": 3, "max_gradient_norm": 1.58},
+    "second places, debug": {**IN_RAM, "debug": DebugMode.NAN_FILL, "kept_units": 2},
 }
 
 
@@ -65,17 +78,17 @@ def sessions(monkeypatch) -> list[lohan.Session]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parity_of_speculated_and_deferred_steps_bit_for_bit(variant, plain, sessions, tmp_path):
     limit, expected = plain
-    options = {"max_gradient_norm": limit, **VARIANTS[variant]}
+    options = {**STEP, "max_gradient_norm": limit, **VARIANTS[variant]}
     batches = make_batches(STEPS * options.get("accumulation", 1), padded=True)
     deferred, speculated = (
-        train_streamed(make_llama(tied=True), batches, tmp_path / updates, clip_updates=updates, **STEP, **options)
+        train_streamed(make_llama(tied=True), batches, tmp_path / updates, clip_updates=updates, **options)
         for updates in (ClipUpdate.DEFER, ClipUpdate.SPECULATE)
     )
     assert_bitwise_equal(deferred, speculated)
     assert [session.statistics.speculated_steps for session in sessions] == [0, STEPS]
     assert [session.statistics.redone_steps for session in sessions] == [0, sessions[1].statistics.clipped_steps]
     assert 0 < sessions[1].statistics.clipped_steps < STEPS, "both sides of the limit are needed"
-    if VARIANTS[variant].keys() <= {"ram_state_bytes", "schedule"}:
+    if VARIANTS[variant].keys() <= {"ram_state_bytes", "spare_state_bytes", "schedule", "durability"}:
         assert_equal_training(speculated, expected)
 
 
@@ -115,7 +128,11 @@ def test_speculated_updates_begin_while_the_backward_goes_on(tmp_path):
     assert early[0] == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"ram_state_bytes": STATE_BYTES // 2, "schedule": "naive"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ram_state_bytes": STATE_BYTES // 2, "schedule": "naive"}, IN_RAM, {**IN_RAM, "spare_state_bytes": STATE_BYTES // 2}],
+    ids=["on the drive", "half in RAM", "second places", "second places of some units"],
+)
 def test_a_step_that_stands_does_what_its_operations_say(options, tmp_path):
     model, trace = make_llama(), Trace(first_step=2, steps=2)
     options = {**STEP, "clip_updates": "speculate", "max_gradient_norm": 1e3, **options}
@@ -130,8 +147,15 @@ def test_a_step_that_stands_does_what_its_operations_say(options, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"durability": Durability.NONE}, {"schedule": "serial"}, {"clip": "none"}, {"clip": "per_unit"}],
-    ids=["no durability", "serial", "no clipping", "per unit"],
+    [
+        {"durability": Durability.NONE},
+        {**IN_RAM, "spare_state_bytes": 1000},
+        {**IN_RAM, "ram_state_bytes": STATE_BYTES // 2},
+        {"schedule": "serial"},
+        {"clip": "none"},
+        {"clip": "per_unit"},
+    ],
+    ids=["no durability", "no room for a unit", "no whole unit in RAM", "serial", "no clipping", "per unit"],
 )
 def test_without_two_slots_or_reason_nothing_is_speculated(options, sessions, tmp_path):
     options = {**STEP, "clip_updates": "speculate", "max_gradient_norm": 0.1, **options}
@@ -160,6 +184,29 @@ def test_an_error_while_a_step_is_taken_back_ends_the_session_and_leaves_the_ste
     with open_session(model, adamw(model), tmp_path, resume=True, **options) as session:
         assert session.steps == 1
         assert all(weight.equal(reference[name]) for name, weight in session.named_weights())
+
+
+def test_a_step_with_an_infinite_gradient_is_taken_back_whole_from_second_places(tmp_path):
+    """The last blocks have been updated when the first one's gradient turns out to be infinite."""
+    model = make_llama()
+    options = {**STEP, **IN_RAM, "clip_updates": "speculate", "max_gradient_norm": 1e3}
+    first, second = make_batches(2)
+    with open_session(model, adamw(model), tmp_path, **options) as session:
+        model(**first).loss.backward()
+        session.wait()
+        before = {name: weight.clone() for name, weight in session.named_weights()}
+        spoil_gradients_below(model, 0, float("inf"))
+        model(**second).loss.backward()
+        session.wait()
+        assert (session.statistics.skipped_steps, session.statistics.redone_steps) == (1, 1)
+        assert all(weight.equal(before[name]) for name, weight in session.named_weights())
+
+
+def test_auto_goes_by_the_rate_of_the_plan():
+    speculation = Speculation(ClipUpdate.AUTO, is_possible=True, first=ClipUpdate.SPECULATE, most_failing=0.75)
+    for step in range(REMEMBERED_STEPS):
+        assert speculation.decide() == (step < 24)
+        speculation.note(StepStatistics(step + 1, 1.0, 0, clipped=True), speculated=step < 24)
 
 
 # ---------------------------------------------------------------- the decision

@@ -11,7 +11,7 @@ step after step, and the whole in as many rounds as wanted, every other one in t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,9 +32,14 @@ from lohan.planning.tiers import Tier
 
 SYSTEM: Final = "lohan"
 
+OnMeasured = Callable[[list[Record]], object]
 
-def run(options: StepOptions, watcher: Watcher) -> list[Record]:
+
+def run(options: StepOptions, watcher: Watcher, on_measured: OnMeasured = lambda _: None) -> list[Record]:
     """Measure every setting. What the machine does not hold, or what fails, becomes a record with the reason.
+
+    Args:
+        on_measured: is told all records there are whenever settings are done and others are not: hours on a drive may end early.
 
     Raises:
         StorageError: a state directory cannot be written to.
@@ -58,7 +63,9 @@ def run(options: StepOptions, watcher: Watcher) -> list[Record]:
             comparisons.append(_Comparison(tasks, hardware, options, watcher))
     watcher.expect(sum(comparison.measurements for comparison in comparisons))
     for comparison in comparisons:
-        records += comparison.measure()
+        before = tuple(records)
+        records += comparison.measure(lambda found, before=before: on_measured([*before, *found]))  # type: ignore[misc]
+        on_measured(list(records))
     return records
 
 
@@ -79,7 +86,8 @@ class _Comparison:
         """Steps of all, warm-up included."""
         return len(self._all) * self._rounds * (self._options.warmup + self._steps)
 
-    def measure(self) -> list[Record]:
+    def measure(self, on_measured: OnMeasured) -> list[Record]:
+        """Records of all; `on_measured` is told those that are done while others are not."""
         first = self._all[0].task
         mixed: list[float] = []
         _measure_files(first.tier, first.engine.state_directories, mixed, self._watcher)
@@ -87,17 +95,19 @@ class _Comparison:
             for wave in self._waves if turn % 2 == 0 else reversed(self._waves):
                 working = [[measurement for measurement in group if not measurement.failure] for group in wave]
                 _run_in_turns(working, self._options, self._steps, self._watcher)
+                on_measured(self._records([one for one in self._all if one.failure or len(one.results) == self._rounds], mixed))
         _measure_files(first.tier, first.engine.state_directories, mixed, self._watcher)
+        return self._records(self._all, mixed)
+
+    def _records(self, done: Sequence[Measurement], mixed: Sequence[float]) -> list[Record]:
         rate = median(mixed) if mixed else None
         in_turns = {id(measurement) for wave in self._waves for measurement in _of(wave) if len(_of(wave)) > 1}
         # Every child measured the same block: the least disturbed of them counts.
         peaks: dict[tuple[int, str], float] = {}
-        for result in itertools.chain.from_iterable(measurement.results for measurement in self._all):
+        for result in itertools.chain.from_iterable(measurement.results for measurement in done):
             block = (result["micro_batch"], result["kernels"])
             peaks[block] = max(result["block_peak_tflops"], peaks.get(block, 0.0))
-        return [
-            step_record(self._options, measurement, peaks, mixed=rate, in_turns=id(measurement) in in_turns) for measurement in self._all
-        ]
+        return [step_record(self._options, measurement, peaks, mixed=rate, in_turns=id(measurement) in in_turns) for measurement in done]
 
 
 def _of(wave: Sequence[Sequence[Measurement]]) -> list[Measurement]:

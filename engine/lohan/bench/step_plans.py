@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lohan.bench.step_options import StatesTier, StepOptions, StepSetting, StepTask
 from lohan.config import Durability, EngineSection, Precision, TrainingSection
-from lohan.errors import CapacityError
+from lohan.errors import CapacityError, ConfigError
 from lohan.hardware.probe import HardwareFacts, StateDirectoryFacts
 from lohan.planning.fit import RAM_RESERVE_BYTES, SSD_RESERVE_BYTES
 from lohan.planning.machine import machine_profile
@@ -32,7 +32,7 @@ def make_task(options: StepOptions, setting: StepSetting, workload: Workload, ha
         hardware: with the setting's directories.
 
     Raises:
-        ConfigError: there is no such device, or the profile cannot be read.
+        ConfigError: there is no such device, the profile cannot be read, or does not tell how long the step takes.
         CapacityError: it does not fit, or not with its policy.
     """
     training, engine = options.training(setting), options.engine(setting)
@@ -43,6 +43,13 @@ def make_task(options: StepOptions, setting: StepSetting, workload: Workload, ha
         plan = make_plan(workload, model_name=str(options.shape), training=training, engine=engine, hardware=facts, profile=profile)
     except CapacityError as error:
         raise _without_export(error, exported) if error.place == _SSD_SPACE else error from None
+    if engine.profiles is not None and plan.forecast is None:
+        why = next((note for note in plan.notes if "no forecast" in note), "there is no forecast of the time")
+        raise ConfigError(
+            f"the plan was to go by a profile: {why}",
+            place=f"--profiles {engine.profiles}",
+            remedy="Measure this machine and shape with `lohan profile MODEL`, with the same directories, or leave --profiles out.",
+        )
     return StepTask(
         shape_name=options.shape,
         tier=setting.tier,

@@ -171,7 +171,8 @@ def step(
         )
         from lohan.bench.step import run
 
-        measure = partial(run, options)
+        save = partial(_save, "step", output, options.used_directories, append=append)
+        measure = partial(run, options, on_measured=save)
         _bench("step", measure, as_json=as_json, output=output, directories=options.used_directories, append=append)
 
 
@@ -195,13 +196,21 @@ def _bench(
 
     with terminated_in_order(), show.stdout_kept_clean(), show.watcher_on_stderr() as watcher:
         measured = measure(watcher)
-    content = records.document(name, measured, directories=directories)
-    if output is not None:
-        records.write_document(output, records.appended(output, content, key=SETTING_FIELDS) if append else content)
+    content = _save(name, output, directories, measured, append=append)
     if as_json:
         sys.stdout.write(records.as_json(content))
     else:
         {"adam": show.print_adam, "io": show.print_io, "step": show.print_step}[name](measured)
+
+
+def _save(name: str, output: Path | None, directories: Sequence[Path], measured: list[Record], *, append: bool) -> Record:
+    """The records as a document, which is written to `output` where there is one."""
+    from lohan.bench import records
+
+    content = records.document(name, measured, directories=directories)
+    if output is not None:
+        records.write_document(output, records.appended(output, content, key=SETTING_FIELDS) if append else content)
+    return content
 
 
 def _bytes(text: str, option: str) -> int:

@@ -141,14 +141,17 @@ class Chooser:
         sweep = Sweep(problem)
         return sweep.seconds(sweep.best())
 
-    def cost(self, fit: Fit, micro_batch: int, kept_units: int, *, order: UpdateOrder | None = None, redone_share: float = 0.0) -> StepCost:
+    def cost(
+        self, fit: Fit, micro_batch: int, kept_units: int, *, order: UpdateOrder | None = None, redone_share: float | None = None
+    ) -> StepCost:
         """The time of a step as a function of its activations.
 
         Args:
             order: of the updates; None: the fit's own.
-            redone_share: see `lohan.planning.step_cost.StepSetting`.
+            redone_share: see `lohan.planning.step_cost.StepSetting`; None: what is expected of the fit's own order.
         """
-        return self._cost(fit, micro_batch, kept_units, order or fit.order, redone_share)
+        redone = fit.redone_share if redone_share is None else redone_share
+        return self._cost(fit, micro_batch, kept_units, order or fit.order, redone)
 
     def _decision(self, fit: Fit, problem: ActivationProblem, facts: PolicyFacts, longest_seconds: float) -> ActivationDecision:
         swapped_bytes = fit.engine.swapped_activation_bytes
@@ -173,7 +176,7 @@ class Chooser:
     def _problem(self, fit: Fit, micro_batch: int, kept_units: int, rooms: Rooms) -> tuple[ActivationProblem, PolicyFacts]:
         block = self._block(fit, micro_batch)
         assert block is not None, "the caller has looked"
-        cost = self._cost(fit, micro_batch, kept_units, fit.order, 0.0)
+        cost = self._cost(fit, micro_batch, kept_units, fit.order, fit.redone_share)
         problem = ActivationProblem(
             candidates=block.candidates,
             blocks=fit.workload.blocks,
@@ -199,6 +202,7 @@ class Chooser:
             reorders_left=order.takes_needed_first or order.begin is Begin.AFTER_BACKWARD,
             gradient_seconds=gradient_seconds(sizes, -(-batch // micro_batch), self._rates.device_memory),
             redone_share=redone_share,
+            speculated_share=fit.spare_share if fit.spare_bytes else 1.0,
         )
         return StepCost(setting, self._rates)
 

@@ -61,6 +61,8 @@ class MeasuredStep:
     length: int
     """Tokens of a row, padding included."""
     seconds: float
+    clipped: bool = False
+    """Whether its gradients were scaled down to a common norm, so that what was speculated was done again."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ class Running:
     retention: Retention
 
     def of(self, step: MeasuredStep) -> Running:
-        """The same run, whose batches are like that of `step`."""
-        return replace(self, fit=self.fit.with_training(batch_size=step.rows, sequence_length=step.length))
+        """The same run, whose batches are like that of `step`, and clipped as it was."""
+        fit = self.fit.with_training(batch_size=step.rows, sequence_length=step.length)
+        return replace(self, fit=replace(fit, clip_rate=float(step.clipped)))
 
     @property
     def problem(self) -> tuple[ActivationProblem, StepCost]:
@@ -148,7 +151,8 @@ def correct(running: Running, steps: Sequence[MeasuredStep], traces: Sequence[St
     factors = _factors(running, steps, traces) if len(traces) == len(steps) else Factors()
     partly = replace(running, profile=corrected_profile(running, factors))
     factors = replace(factors, everything=ratio(partly, steps))
-    corrected = replace(running, profile=corrected_profile(running, factors))
+    seen = replace(running.fit, clip_rate=sum(step.clipped for step in steps) / len(steps))
+    corrected = replace(running, fit=seen, profile=corrected_profile(running, factors))
     now = corrected.decision.total
     return Correction(
         ratio=found,

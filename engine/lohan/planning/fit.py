@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from lohan.config import Durability, EngineSection, GradientBuffers, RamStates, TrainingSection, UnitGrain, UpdateSchedule
+from lohan.config import ClipUpdate, Durability, EngineSection, GradientBuffers, RamStates, TrainingSection, UnitGrain, UpdateSchedule
 from lohan.errors import ConfigError
 from lohan.hardware.probe import GpuFacts, HardwareFacts
 from lohan.planning.footprint import (
@@ -31,7 +31,7 @@ from lohan.planning.kept_footprint import RegionBytes, retention_items
 from lohan.planning.plan import Holder, TierPlan, TierUse
 from lohan.planning.retention import Kept, Placed
 from lohan.planning.retention_choice import place_inputs
-from lohan.planning.schedule import Begin, UpdateOrder, update_order
+from lohan.planning.schedule import EXPECTED_CLIP_RATE, Begin, UpdateOrder, can_speculate, speculated_order, update_order
 from lohan.planning.slots import WORKING_SLOTS
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import Workload
@@ -81,6 +81,10 @@ class Fit:
     """On the device, that units pass through."""
     devices: int = 1
     """On which runs may be at work beside each other, sharing host memory."""
+    most_spare_bytes: int = 0
+    """Of host memory, for second places of states in RAM, in which updates are speculated."""
+    clip_rate: float = EXPECTED_CLIP_RATE
+    """The part of the steps that is clipped, so that speculated updates are done again."""
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -92,7 +96,34 @@ class Fit:
 
     @property
     def order(self) -> UpdateOrder:
+        if self.spare_bytes:
+            return speculated_order(self.engine.schedule)
         return update_order(self.engine.schedule, self.training.clip, self.engine.gradient_buffers)
+
+    @property
+    def can_have_spare(self) -> bool:
+        """Whether second places of states in RAM would let updates be speculated: whole units must lie there, and states that are
+        committed every step need none."""
+        engine, clip = self.engine, self.training.clip
+        wanted = engine.clip_updates is not ClipUpdate.DEFER and can_speculate(engine.schedule, clip, engine.durability, has_spare=True)
+        return wanted and engine.durability is not Durability.STEP and self.placement.ram_bytes >= self.placement.total_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of host memory, as the state store takes it."""
+        if not (self.most_spare_bytes and self.can_have_spare):
+            return 0
+        return min(self.most_spare_bytes, whole_state_bytes(self.sizes, self.placement))
+
+    @property
+    def spare_share(self) -> float:
+        """The part of the updates that may be speculated in second places."""
+        return min(1.0, self.spare_bytes / self.placement.total_bytes)
+
+    @property
+    def redone_share(self) -> float:
+        """The part of the updates that is done again, of those that are speculated in second places."""
+        return self.clip_rate * self.spare_share
 
     def with_engine(self, **settings: Any) -> Fit:
         """The same with other engine settings."""
@@ -131,10 +162,17 @@ class Fit:
     def most_ram_states(self, micro_batch: int, retention: Kept) -> int:
         """Bytes of states that may be put in RAM beside everything else (`CHOSEN_RAM_SHARE`; a cap that was set is used to its end)."""
         _, on_host = self.with_engine(ram_state_bytes=0).memory(micro_batch, 0, retention)
-        limit = on_host.capacity_bytes
-        if self.engine.host_memory_bytes is None:
-            limit = int(limit * CHOSEN_RAM_SHARE) // self.devices
-        return min(self.placement.total_bytes, max(0, limit - on_host.used_bytes))
+        return min(self.placement.total_bytes, max(0, self._chosen_limit(on_host.capacity_bytes) - on_host.used_bytes))
+
+    def most_spare(self, micro_batch: int, retention: Kept) -> int:
+        """Bytes of second places that states in RAM may have beside everything else, by the same rule; a quarter of what is left then is
+        for activations and what moves them."""
+        _, on_host = self.memory(micro_batch, 0, retention)
+        return max(0, self._chosen_limit(on_host.capacity_bytes) - on_host.used_bytes) * 3 // 4
+
+    def _chosen_limit(self, capacity_bytes: int) -> int:
+        """Of host memory, for what need not lie there."""
+        return capacity_bytes if self.engine.host_memory_bytes is not None else int(capacity_bytes * CHOSEN_RAM_SHARE) // self.devices
 
     def least_ram_states(self) -> int:
         """Bytes of states that have no place on the drives, as far as RAM may be their only place."""
@@ -267,7 +305,7 @@ class Fit:
 
     @cached_property
     def _host_items(self) -> tuple[Holder, ...]:
-        return host_items(self.sizes, self.placement, self.order, on_gpu=self.gpu is not None)
+        return host_items(self.sizes, self.placement, self.order, on_gpu=self.gpu is not None, spare_bytes=self.spare_bytes)
 
     def drives(self, retention: Kept = NOTHING_KEPT, micro_batch: int = 1) -> TierUse:
         """What lies in the state directories."""

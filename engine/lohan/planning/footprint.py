@@ -199,8 +199,8 @@ def device_items(sizes: Sizes, batch: int, length: int, micro_batch: int, kept_u
     )
 
 
-def host_items(sizes: Sizes, placement: Placement, order: UpdateOrder, *, on_gpu: bool) -> tuple[Holder, ...]:
-    """What lies in host memory whatever the device."""
+def host_items(sizes: Sizes, placement: Placement, order: UpdateOrder, *, on_gpu: bool, spare_bytes: int = 0) -> tuple[Holder, ...]:
+    """What lies in host memory whatever the device; `spare_bytes` for second places of states."""
     item, form = sizes.itemsize, placement.form
     chunk = min(placement.chunk_parameters, sizes.largest_unit)
     items = [
@@ -225,7 +225,14 @@ def host_items(sizes: Sizes, placement: Placement, order: UpdateOrder, *, on_gpu
             formula=lambda: f"{HOST_STAGING_BUFFERS} page-locked buffers x {format_count(sizes.largest_unit)} parameters x {item} B",
         )
         items.insert(0, staging)
-    return (*items, *ram_state_items(placement))
+    return (*items, *ram_state_items(placement), *_spare_items(placement, spare_bytes))
+
+
+def _spare_items(placement: Placement, spare_bytes: int) -> tuple[Holder, ...]:
+    if not spare_bytes:
+        return ()
+    share = min(1.0, spare_bytes / placement.total_bytes)
+    return (Holder(SPARE_STATES, spare_bytes, lambda: f"of {share:.0%} of the states: for updates before the norm is known"),)
 
 
 def _host_gradients(sizes: Sizes, order: UpdateOrder) -> Holder:
@@ -318,6 +325,8 @@ def state_items(sizes: Sizes, placement: Placement) -> tuple[Holder, ...]:
     return (*items, Holder("exported model", sizes.itemsize * sizes.parameters, lambda: f"{parameters} parameters x {sizes.itemsize} B"))
 
 
+SPARE_STATES = "second places of states"
+"""Where speculated updates of states in RAM go, as an item of a plan."""
 RAM_STATES = "model states"
 """What lies in RAM of them, as an item of a plan."""
 

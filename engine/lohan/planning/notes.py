@@ -27,7 +27,7 @@ def plan_notes(
         *_spared_notes(forecast),
         *_state_notes(fit.placement, written_bytes, forecast),
         *_resume_notes(fit.placement, fit.training, fit.engine),
-        *_update_notes(fit.training, fit.engine),
+        *_update_notes(fit.training, fit.engine, fit.spare_bytes),
     ]
 
 
@@ -95,18 +95,19 @@ def _resume_notes(placement: Placement, training: TrainingSection, engine: Engin
     return notes
 
 
-def _update_notes(training: TrainingSection, engine: EngineSection) -> list[str]:
+def _update_notes(training: TrainingSection, engine: EngineSection, spare_bytes: int) -> list[str]:
     largest = f"{training.max_gradient_norm:g}"
     match training.clip:
         case Clip.GLOBAL:
             begin = "updates begin after the backward"
-            if can_speculate(engine.schedule, training.clip, engine.durability):
+            if can_speculate(engine.schedule, training.clip, engine.durability, has_spare=bool(spare_bytes)):
                 begin = {
                     ClipUpdate.AUTO: f"{begin}, or before it ends while few steps are clipped",
                     ClipUpdate.DEFER: begin,
                     ClipUpdate.SPECULATE: "updates begin as gradients arrive, and are done again where a step is clipped",
                 }[engine.clip_updates]
-            return [f"Gradients are clipped to a common norm of {largest}: {begin}."]
+            place = f"; {format_bytes(spare_bytes)} of host memory hold their second places" if spare_bytes else ""
+            return [f"Gradients are clipped to a common norm of {largest}: {begin}{place}."]
         case Clip.PER_UNIT:
             return [f"Each unit's gradients are clipped to a norm of {largest} by itself."]
         case Clip.NONE:

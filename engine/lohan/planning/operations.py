@@ -171,6 +171,8 @@ class StepShape:
     """Where slots lie: `Tier.GPU`, or `Tier.RAM` where the CPU computes and chunks are read from the drive into their slot."""
     kept: Mapping[int, tuple[KeptShape, ...]] = field(default_factory=dict)
     """What is kept of units' activations and leaves the device, by unit."""
+    waiting_units: frozenset[int] = frozenset()
+    """Units whose updates cannot be taken back: where a step is speculated they wait for the backward's end."""
 
     @property
     def itemsize(self) -> int:
@@ -305,11 +307,10 @@ class _Step:
                     self.compute = (self._add(Operation(OperationKind.GRADIENT_SUM, visit.unit, micro_batch=region), self.compute),)
             if visit.unit in trainable and all(visit.unit != other.unit for other, _ in backward):
                 self._send_gradients(visit.unit)
-        if self.order.begin is Begin.AFTER_BACKWARD:
-            # In the order in which the next forward needs them.
-            for unit in dict.fromkeys(visit.unit for visit in shape.visits):
-                if unit in self.sent:
-                    self._update(unit, self.norm + self.compute)
+        # In the order in which the next forward needs them.
+        for unit in dict.fromkeys(visit.unit for visit in shape.visits):
+            if unit in self.sent and self._waits(unit):
+                self._update(unit, self.norm + self.compute)
         for load in self.walk.begin_forward():
             self._load(load, tuple(job.end for job in self.jobs_of.get(load[0], ())))
         if shape.durability is Durability.STEP:
@@ -398,8 +399,13 @@ class _Step:
             self.norm = (self._add(Operation(OperationKind.GRADIENT_NORM, unit, bytes=size), self.gradients + self.norm),)
         self.sent.append(unit)
         self.walk.invalidate(unit)
-        if self.order.begin is not Begin.AFTER_BACKWARD:
+        if not self._waits(unit):
             self._update(unit, self.norm)
+
+    def _waits(self, unit: int) -> bool:
+        """Whether the unit's update waits for the backward's end."""
+        begin = self.order.begin
+        return begin is Begin.AFTER_BACKWARD or (begin is Begin.SPECULATED and unit in self.shape.waiting_units)
 
     def _update(self, unit: int, after: tuple[int, ...]) -> None:
         """Chunk after chunk, as many under way as the order allows. Where units may overtake each other, which other unit's chunks lie

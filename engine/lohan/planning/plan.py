@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lohan.planning.forecast import Forecast
 from lohan.planning.retention import Retention
+from lohan.planning.schedule import DRIVES_CLIP_RATE
 from lohan.planning.tiers import Tier
 from lohan.units import MIB
 
@@ -112,10 +113,14 @@ class Plan(BaseModel):
     """For how many units gradients find room in host memory: `few` or `all`, see `lohan.config.GradientBuffers`."""
     ram_state_bytes: int = 0
     """Host memory that the state store may take for states; padding included."""
+    spare_state_bytes: int = 0
+    """Host memory for second places of states in RAM, where speculated updates go of runs that commit no step."""
     chunk_parameters: int = CHUNK_PARAMETERS
     """Parameters in a chunk at most."""
     clip_updates: str = "defer"
     """When updates of clipped runs begin, before it was seen how often they are: `defer` or `speculate`."""
+    speculated_clip_rate: float = DRIVES_CLIP_RATE
+    """With `engine.clip_updates` auto, updates are speculated while a smaller part of the last steps was clipped."""
     schedule: str = "optimized"
     """When updates run: `serial`, `naive` or `optimized`, see `lohan.config.UpdateSchedule`; plans of older versions say `on-arrival`."""
     durability: str = "none"

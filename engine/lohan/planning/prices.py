@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from lohan.config import ClipUpdate, Durability, GradientBuffers
+from lohan.errors import ConfigError
 from lohan.hardware.profile import HardwareProfile
 from lohan.planning.choice import Choice, Chooser
 from lohan.planning.cost_model import PhaseSeconds
 from lohan.planning.fit import Fit
 from lohan.planning.footprint import ssd_bytes_read, ssd_bytes_written
 from lohan.planning.forecast import Forecast, PhaseForecast, SettingForecast, SweepForecast
-from lohan.planning.schedule import can_speculate, speculated_order
+from lohan.planning.schedule import DRIVES_CLIP_RATE, EXPECTED_CLIP_RATE, UpdateOrder, can_speculate, speculated_order, update_order
 from lohan.planning.search import Chosen
 from lohan.planning.step_cost import StepSeconds
 from lohan.units import format_bytes
 
-EXPECTED_CLIP_RATE = 0.5
-"""Of steps, before any was seen: norms of fine-tuning lie on both sides of the usual limit of 1."""
 _DAY_SECONDS = 86400
+MOST_CLIP_RATE = 0.75
+"""Of steps, beyond which none is speculated."""
 _HALVINGS = 20
 """To find a rate to a millionth."""
 
@@ -100,32 +101,71 @@ def _durabilities(choice: Choice, chooser: Chooser) -> Iterator[SettingForecast]
     }
     for durability, note in resumes.items():
         fit = choice.fit.with_engine(durability=durability)
-        seconds = chooser.cost(fit, choice.micro_batch, choice.kept_units)(choice.decision.amounts).total
+        try:
+            seconds = chooser.cost(fit, choice.micro_batch, choice.kept_units)(choice.decision.amounts).total
+        except ConfigError:  # it writes to drives, which were not measured
+            continue
         is_taken = durability is choice.fit.engine.durability
         yield _priced(replace(choice, fit=fit), "engine.durability", str(durability), seconds, is_taken=is_taken, note=note)
 
 
 def _clip_updates(choice: Choice, chooser: Chooser) -> Iterator[SettingForecast]:
     """Deferred and speculated updates, where both are possible, at the clip rate that is expected."""
-    fit, engine = choice.fit, choice.fit.engine
-    if not can_speculate(engine.schedule, fit.training.clip, engine.durability):
+    engine, prices = choice.fit.engine, ClipPrices.of(choice, chooser)
+    if prices is None:
         return
-
-    def speculated(clip_rate: float) -> float:
-        order = speculated_order(engine.schedule)
-        cost = chooser.cost(fit, choice.micro_batch, choice.kept_units, order=order, redone_share=clip_rate)
-        return cost(choice.decision.amounts).total
-
-    deferred, hoped = choice.seconds, speculated(EXPECTED_CLIP_RATE)
-    low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if speculated(middle) <= deferred else (low, middle)
+    deferred, hoped = prices.deferred, prices.speculated(EXPECTED_CLIP_RATE)
     faster = ClipUpdate.SPECULATE if hoped < deferred else ClipUpdate.DEFER
     taken = faster if engine.clip_updates is ClipUpdate.AUTO else engine.clip_updates
-    note = f"with {EXPECTED_CLIP_RATE:.0%} of the steps clipped; faster below {high:.0%}" if low else "slower at any rate"
+    rate = prices.break_even_rate()
+    note = f"with {EXPECTED_CLIP_RATE:.0%} of the steps clipped; faster below {rate:.0%}" if rate else "slower at any rate"
     for value, seconds, said in ((ClipUpdate.DEFER, deferred, ""), (ClipUpdate.SPECULATE, hoped, note)):
         yield _priced(choice, _CLIP_UPDATES, str(value), seconds, is_taken=value is taken, note=said)
+
+
+@dataclass(frozen=True)
+class ClipPrices:
+    """A step with deferred updates, and with speculated ones at any rate of clipped steps."""
+
+    deferred: float
+    speculated: Callable[[float], float]
+
+    @classmethod
+    def of(cls, choice: Choice, chooser: Chooser) -> ClipPrices | None:
+        """All else as chosen; None where updates cannot be taken back, or wait for no norm."""
+        fit, engine, clip = choice.fit, choice.fit.engine, choice.fit.training.clip
+        if not can_speculate(engine.schedule, clip, engine.durability, has_spare=bool(fit.spare_bytes)):
+            return None
+
+        def seconds(order: UpdateOrder, redone_share: float) -> float:
+            cost = chooser.cost(fit, choice.micro_batch, choice.kept_units, order=order, redone_share=redone_share)
+            return cost(choice.decision.amounts).total
+
+        order = speculated_order(engine.schedule)
+        if not fit.spare_bytes:
+            return cls(choice.seconds, lambda rate: seconds(order, rate))
+        deferred = seconds(update_order(engine.schedule, clip, engine.gradient_buffers), 0.0)
+        return cls(deferred, lambda rate: seconds(order, rate * fit.spare_share))
+
+    def break_even_rate(self) -> float:
+        """Up to which part of the steps may be clipped for speculation to be as fast; 0 where it never is."""
+        low, high = 0.0, 1.0
+        if self.speculated(high) <= self.deferred:
+            return high
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.speculated(middle) <= self.deferred else (low, middle)
+        return high if low else 0.0
+
+
+def speculated_clip_rate(choice: Choice, chooser: Chooser) -> float:
+    """Up to which part of the last steps may have been clipped for the next to be speculated.
+
+    Where what is taken back was written to drives, `lohan.streaming.speculation` derives a quarter. In second places in RAM nothing is
+    written twice: there the break-even rate of the forecast counts, and no more than three quarters, beyond which there is little to gain.
+    """
+    prices = ClipPrices.of(choice, chooser) if choice.fit.spare_bytes else None
+    return DRIVES_CLIP_RATE if prices is None else min(MOST_CLIP_RATE, prices.break_even_rate())
 
 
 def _weighed(chosen: Chosen) -> Iterator[SettingForecast]:

@@ -50,3 +50,23 @@ def chunks_in_ram(sizes: Sequence[int], budget_bytes: int, directories: int = 1)
             left -= size
             taken.add(number)
     return frozenset(taken)
+
+
+def units_with_spare(sizes: Sequence[int | None], budget_bytes: int) -> frozenset[int]:
+    """The units whose states have a second place in host memory, so that an update may be written there and taken back.
+
+    Whole units, from the last of the forward on: their gradients come first, so that most of the backward is still to come, and the next
+    forward needs them last, so that updates which have to be done again are waited for last.
+
+    Args:
+        sizes: bytes that each unit's trained chunks take, in the order of the forward; None where some of them do not lie in RAM.
+        budget_bytes: of host memory for second places; never exceeded.
+    """
+    taken: set[int] = set()
+    left = budget_bytes
+    for unit in reversed(range(len(sizes))):
+        size = sizes[unit]
+        if size and size <= left:
+            left -= size
+            taken.add(unit)
+    return frozenset(taken)

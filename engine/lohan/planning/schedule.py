@@ -61,9 +61,21 @@ def update_order(schedule: UpdateSchedule, clip: Clip, gradients: GradientBuffer
     return replace(order, gradients=GradientBuffers.ALL) if gradients is GradientBuffers.ALL else order
 
 
-def can_speculate(schedule: UpdateSchedule, clip: Clip, durability: Durability) -> bool:
-    """Whether updates may begin before the common norm is known: where they can be taken back, and the schedule itself does not wait."""
-    return clip is Clip.GLOBAL and schedule is not UpdateSchedule.SERIAL and durability is Durability.STEP
+def can_speculate(schedule: UpdateSchedule, clip: Clip, durability: Durability, *, has_spare: bool = False) -> bool:
+    """Whether updates may begin before the common norm is known: where they can be taken back, and the schedule itself does not wait.
+
+    Args:
+        has_spare: whether states in RAM have second places; with durability `step` the last committed step is one.
+    """
+    return clip is Clip.GLOBAL and schedule is not UpdateSchedule.SERIAL and (durability is Durability.STEP or has_spare)
+
+
+EXPECTED_CLIP_RATE = 0.5
+"""Of steps, before any was seen: norms of fine-tuning lie on both sides of the usual limit of 1."""
+
+
+DRIVES_CLIP_RATE = 0.25
+"""Up to which part of the steps may be clipped where updates that are taken back were written to drives (`lohan.streaming.speculation`)."""
 
 
 def speculated_order(schedule: UpdateSchedule) -> UpdateOrder:

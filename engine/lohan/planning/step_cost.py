@@ -84,7 +84,9 @@ class StepSetting:
     reorders_left: bool = True
     """Whether the updates that are left at the backward's end are done in the order in which the next forward needs them."""
     redone_share: float = 0.0
-    """The part of all steps whose updates are taken back and done again: of speculated steps those that are clipped."""
+    """The part of all updates that is taken back and done again: of speculated ones those of clipped steps."""
+    speculated_share: float = 1.0
+    """Of the updates, what may begin before the norm is known where the order speculates."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -270,6 +272,8 @@ def _hidden_shares(setting: StepSetting) -> tuple[float, float]:
     if setting.order.begin is Begin.AFTER_BACKWARD or not setting.trainable_units:
         return 0.0, 0.0
     high = 1 - setting.first_unit_share
+    if setting.order.begin is Begin.SPECULATED:
+        high = min(high, setting.speculated_share)
     return min(high, max(0.0, 1 - setting.gradient_buffers / setting.trainable_units)), high
 
 

@@ -145,6 +145,7 @@ def step_setting(
     reorders_left: bool = True,
     gradient_seconds: float = 0.0,
     redone_share: float = 0.0,
+    speculated_share: float = 1.0,
 ) -> StepSetting:
     """A step of a run all of whose parameters are trained.
 
@@ -153,6 +154,7 @@ def step_setting(
         reorders_left: see `StepSetting`.
         gradient_seconds: see the function of that name.
         redone_share: see `StepSetting`.
+        speculated_share: see `StepSetting`.
     """
     forward_bytes, backward_bytes = weight_bytes(sizes, kept_units)
     return StepSetting(
@@ -171,4 +173,5 @@ def step_setting(
         gradient_buffers=gradient_buffers,
         reorders_left=reorders_left,
         redone_share=redone_share,
+        speculated_share=speculated_share,
     )

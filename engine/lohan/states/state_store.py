@@ -54,6 +54,8 @@ class StateStore:
         durability: what can be resumed.
         ram_bytes: of host memory for chunks, spread evenly (`lohan.planning.ram_states`); a resumed store may have another than before.
             With durability `none` these have no place in the files.
+        spare_bytes: of host memory for second places of states in RAM, so that updates may be taken back (`rollback`) where no committed
+            step could bring them back; none with durability `step`.
         weights_paging: of their working copies; see `ResidentChunks`.
         resume: go on from the step record that is there; otherwise what an earlier run left is overwritten.
         resume_from: go on from the snapshot of this name, which stays; what an earlier run left is overwritten.
@@ -77,6 +79,7 @@ class StateStore:
         *,
         durability: Durability = Durability.NONE,
         ram_bytes: int = 0,
+        spare_bytes: int = 0,
         weights_paging: Paging = Paging.PAGEABLE,
         resume: bool = False,
         resume_from: str | None = None,
@@ -110,7 +113,13 @@ class StateStore:
                 stack.enter_context(locked(folder))
             check_filesystems(folders, durability, unsafe_filesystems)
             self._resident = ResidentChunks(
-                layouts, form, arena or stack.enter_context(Arena()), ram_bytes, weights_paging, directories=len(directories)
+                layouts,
+                form,
+                arena or stack.enter_context(Arena()),
+                ram_bytes,
+                weights_paging,
+                directories=len(directories),
+                spare_bytes=0 if durability is Durability.STEP else spare_bytes,
             )
             stack.callback(self._resident.free)
             in_memory_alone = self._resident.chunks if durability is Durability.NONE else ()
@@ -145,11 +154,16 @@ class StateStore:
     def write(self, layout: UnitLayout, chunk: Chunk, stream: Stream, source: torch.Tensor) -> Transfer:
         """Start writing `source` (1-D, `stream.length(chunk.length)` elements of the stream's dtype), which may be `resident` memory.
 
+        Where it is the chunk's `spare` memory nothing is copied: the two places change their parts.
+
         Raises:
             EngineError: durability is not `none`, and no step is open.
         """
         assert source.numel() == stream.length(chunk.length) and source.dtype is stream.dtype
         part = (layout.index, chunk.index, stream)
+        spare = self._resident.spare(part)
+        if spare is not None and spare.data_ptr() == source.data_ptr():
+            self._resident.exchange(part)
         memory = self._resident.get(part)
         is_in_place = memory is not None and memory.data_ptr() == source.data_ptr()
         if self.durability is Durability.NONE:
@@ -181,6 +195,21 @@ class StateStore:
         with self._counter:
             self._lent.add((layout.index, chunk.index))
         return {stream: self._resident.parts[layout.index, chunk.index, stream] for stream in streams_of(chunk, self.form)}
+
+    @property
+    def units_with_spare(self) -> frozenset[int]:
+        """The units that have a second place in memory: see `spare`."""
+        return self._resident.units_with_spare
+
+    def spare(self, layout: UnitLayout, chunk: Chunk) -> dict[Stream, torch.Tensor] | None:
+        """The chunk's second place, stream by stream, or None where it has none: to update into and then `write` from.
+
+        What it holds before is of no meaning. `rollback` makes the first place the chunk's again.
+        """
+        if layout.index not in self._resident.units_with_spare:
+            return None
+        found = {stream: self._resident.spare((layout.index, chunk.index, stream)) for stream in streams_of(chunk, self.form)}
+        return {stream: memory for stream, memory in found.items() if memory is not None}
 
     def resident_weights(self, layout: UnitLayout, chunk: Chunk) -> torch.Tensor | None:
         """The memory of a chunk's working copy, to be read only; None where it has none."""
@@ -241,6 +270,7 @@ class StateStore:
         Raises:
             EngineError: the step is committed already or another one is open, or a commit failed meanwhile.
         """
+        self._resident.settle()
         if self.durability is Durability.NONE:
             self._open_step = step
             return
@@ -290,12 +320,16 @@ class StateStore:
             self._changed.notify_all()
 
     def rollback(self) -> None:
-        """Forget all writes since the last commit. A step that is open stays open. None of its transfers may be under way.
+        """Forget all writes since the last commit; where steps are not committed, all that went to second places (`spare`) since the step
+        began. A step that is open stays open. None of its transfers may be under way.
 
         Raises:
-            EngineError: durability is not `step`, or a commit failed.
+            EngineError: durability is not `step` and no unit has a second place, or a commit failed.
             StorageError, ResumeError: what lies in memory cannot be read back.
         """
+        if self._resident.units_with_spare:
+            self._resident.take_back()
+            return
         if self.durability is not Durability.STEP or self._ended or self._step < 0:
             raise EngineError(f"there is no step to go back to{self._ended and f': {self._ended}'}", remedy="Start the run anew.")
         written = set(self._slots.rollback())

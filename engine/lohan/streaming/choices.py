@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lohan.config import Clip, ClipUpdate, GradientBuffers, UnitGrain, UpdateSchedule
 from lohan.errors import ConfigError
 from lohan.planning.retention import Retention
+from lohan.planning.schedule import DRIVES_CLIP_RATE
 from lohan.planning.slots import WORKING_SLOTS
 from lohan.states.layout import DEFAULT_CHUNK_PARAMETERS
 from lohan.streaming.clipping import UpdateRules
@@ -37,17 +38,24 @@ def choose(
 
 
 def choose_states(
-    chunk_parameters: int | None, ram_state_bytes: int | None, retention: Retention | None, plan: Plan | None
-) -> tuple[int, int, Retention]:
-    """Chunks, states in RAM, and what is kept of activations: what was asked for, else the plan's, else the largest chunks and nothing."""
-    planned = (
-        (plan.chunk_parameters, plan.ram_state_bytes, plan.retention) if plan is not None else (DEFAULT_CHUNK_PARAMETERS, 0, Retention())
-    )
+    chunk_parameters: int | None, ram_state_bytes: int | None, spare_state_bytes: int | None, plan: Plan | None
+) -> tuple[int, int, int]:
+    """Chunks, states in RAM, and their second places: what was asked for, else the plan's, else the largest chunks and none."""
+    planned = (DEFAULT_CHUNK_PARAMETERS, 0, 0)
+    if plan is not None:
+        planned = plan.chunk_parameters, plan.ram_state_bytes, plan.spare_state_bytes
     return (
         planned[0] if chunk_parameters is None else chunk_parameters,
         planned[1] if ram_state_bytes is None else ram_state_bytes,
-        planned[2] if retention is None else retention,
+        planned[2] if spare_state_bytes is None else spare_state_bytes,
     )
+
+
+def choose_retention(retention: Retention | None, plan: Plan | None) -> Retention:
+    """What was asked for, else the plan's, else nothing is kept of activations."""
+    if retention is not None:
+        return retention
+    return plan.retention if plan is not None else Retention()
 
 
 def choose_grain(grain: UnitGrain, plan: Plan | None) -> UnitGrain:
@@ -71,6 +79,7 @@ def choose_rules(
         member(ClipUpdate, clip_updates, "clip_updates"),
         buffers,
         ClipUpdate(plan.clip_updates) if plan is not None else ClipUpdate.DEFER,
+        plan.speculated_clip_rate if plan is not None else DRIVES_CLIP_RATE,
     )
 
 

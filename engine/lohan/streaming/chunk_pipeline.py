@@ -41,6 +41,8 @@ class UnitUpdate:
     touched: frozenset[int]
     """Indices of the parameters that have a gradient; chunks without any are left alone."""
     groups: Sequence[Hyperparameters]
+    may_be_taken_back: bool = False
+    """Whether a verdict on the step is still to come: states in RAM are then written to their second place, where they have one."""
     adds_only: bool = False
     """Whether a later backward of the step updates the unit."""
     values: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -208,8 +210,10 @@ class ChunkPipeline:
         if self._trace is not None:
             self._add_transfers(OperationKind.STATES_READ, job)
             begun = self._trace.host_mark(update.step)
-        gradients = update.values[chunk.offset : chunk.offset + chunk.length]
-        adamw_update(update.segments[chunk.index], gradients, make_adam_state(job.states), gradient_scale=update.scale, pool=self._pool)
+        gradients, segments = update.values[chunk.offset : chunk.offset + chunk.length], update.segments[chunk.index]
+        old, job.states = job.states, self._target(job)
+        out = make_adam_state(job.states) if job.states is not old else None
+        adamw_update(segments, gradients, make_adam_state(old), out=out, gradient_scale=update.scale, pool=self._pool)
         updated = self._trace.host_mark(update.step) if self._trace is not None else None
         update.unread_chunks -= 1
         if update.unread_chunks == 0:
@@ -217,6 +221,16 @@ class ChunkPipeline:
         job.transfers = [self._store.write(update.layout, chunk, stream, part) for stream, part in job.states.items()]
         if self._trace is not None:
             self._add_cpu(self._trace, job, begun, updated)
+
+    def _target(self, job: _Job) -> _Buffers:
+        """Where the chunk's new states go: over the old ones, or to their second place, which then has what is not updated, too."""
+        spare = self._store.spare(job.update.layout, job.chunk) if job.update.may_be_taken_back and job.buffers is None else None
+        if spare is None:
+            return job.states
+        if sum(segment.length for segment in job.update.segments[job.chunk.index]) < job.chunk.length:
+            for stream, memory in spare.items():
+                memory.copy_(job.states[stream])
+        return spare
 
     def _add_cpu(self, trace: Trace, job: _Job, begun: float | None, updated: float | None) -> None:
         """Trace a chunk's update and, where its writes are for a record, the sums taken before them."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lohan._native import ThreadPool, gradient_norm
 from lohan.config import Clip, ClipUpdate, GradientBuffers, UpdateSchedule
 from lohan.errors import ConfigError
-from lohan.planning.schedule import UpdateOrder, update_order
+from lohan.planning.schedule import DRIVES_CLIP_RATE, UpdateOrder, update_order
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,8 @@ class UpdateRules:
     gradient_buffers: GradientBuffers = GradientBuffers.AUTO
     first_clip_updates: ClipUpdate = ClipUpdate.DEFER
     """With `clip_updates` AUTO, what is done before it was seen how many steps are clipped."""
+    speculated_clip_rate: float = DRIVES_CLIP_RATE
+    """With `clip_updates` AUTO, updates are speculated while a smaller part of the last steps was clipped."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.max_gradient_norm) and self.max_gradient_norm > 0):

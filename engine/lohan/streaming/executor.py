@@ -35,7 +35,7 @@ from lohan.planning.step_trace import Wait
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind
 from lohan.streaming import installation
-from lohan.streaming.choices import check_ranges, choose, choose_grain, choose_rules, choose_states, member
+from lohan.streaming.choices import check_ranges, choose, choose_grain, choose_retention, choose_rules, choose_states, member
 from lohan.streaming.device import resolve_device
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.kept_decisions import Limits, block_decisions
@@ -311,6 +311,7 @@ def init(
     gradient_buffers: GradientBuffers | str = GradientBuffers.AUTO,
     durability: Durability = Durability.NONE,
     ram_state_bytes: int | None = None,
+    spare_state_bytes: int | None = None,
     unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
     resume: bool = False,
     resume_from: str | None = None,
@@ -352,12 +353,15 @@ def init(
             space.
         ram_state_bytes: host memory for model states, spread over all units; the rest lies in the state directories. None takes the plan's,
             else none.
+        spare_state_bytes: host memory for second places of states in RAM. Where no step is committed, updates that are speculated go there,
+            as far as it reaches, and are taken back by taking the first places again. None takes the plan's, else none.
         unsafe_filesystems: whether the directories may lie on file systems that are no place for states.
         resume: go on from the step record in the state directories; `weights` are then not needed.
         resume_from: go on from the named snapshot (`Session.keep`) in the state directories instead; it stays as it is.
         weights: where the weights come from; None takes those in the model.
-        plan: gives micro-batch, grain, slots, kept units, gradient buffers, states in RAM, chunks, what clipped runs begin with, and
-            retention where they are left open, and bounds the host memory for slots, gradients, states and kept activations.
+        plan: gives micro-batch, grain, slots, kept units, gradient buffers, states in RAM and their second places, chunks, what clipped
+            runs begin with, and retention where they are left open, and bounds the host memory for slots, gradients, states and kept
+            activations.
         slots: parameter buffers on the device that units pass through, at least 2; None takes the plan's, else 3.
         kept_units: how many units' weights stay on the device from forward to backward, in buffers of their own, which saves their second
             load; None takes the plan's, else 0.
@@ -384,8 +388,8 @@ def init(
     grain = choose_grain(member(UnitGrain, grain, "grain"), plan)
     units = find_units(model, grain)
     installation.check_model(model, units)
-    chunk_parameters, ram_bytes, retention = choose_states(chunk_parameters, ram_state_bytes, retention, plan)
-    kept = block_decisions(units, retention)
+    chunk_parameters, ram_bytes, spare_bytes = choose_states(chunk_parameters, ram_state_bytes, spare_state_bytes, plan)
+    kept = block_decisions(units, choose_retention(retention, plan))
     if not resume and resume_from is None:
         installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
@@ -399,7 +403,7 @@ def init(
         [Path(directory) for directory in state_directories],
         device=torch_device,
         precision=precision,
-        states=StateOptions(StateForm.of(precision, states), durability, ram_bytes, unsafe_filesystems, resume, resume_from),
+        states=StateOptions(StateForm.of(precision, states), durability, ram_bytes, spare_bytes, unsafe_filesystems, resume, resume_from),
         slots=size_slots([layout.elements for layout in layouts], order.backward, working=slots, kept=kept_units),
         threads=threads,
         debug=debug,

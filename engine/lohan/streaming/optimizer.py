@@ -75,7 +75,8 @@ class OptimizerWorker:
         self.speculation = Speculation(
             rules.clip_updates,
             first=rules.first_clip_updates,
-            is_possible=can_speculate(rules.schedule, rules.clip, store.durability),
+            most_failing=rules.speculated_clip_rate,
+            is_possible=can_speculate(rules.schedule, rules.clip, store.durability, has_spare=bool(store.units_with_spare)),
         )
         self._pool = ThreadPool(threads)
         self._sums = GradientSums(arena)
@@ -237,12 +238,14 @@ class OptimizerWorker:
         # What is infinite in the device's fp32 may be finite here; what is not finite is counted.
         norm = UnitNorm(squared, 0) if squared is not None and math.isfinite(squared) else self._measure(update)
         self._norms[layout.index] = norm
-        if self._keeps_gradients and not self._speculates:
+        speculates = self._speculates and self._can_take_back(layout.index)
+        if self._keeps_gradients and not speculates:
             self._deferred.append(update)
-        elif self._can_roll_back and any(norm.non_finite for norm in self._norms.values()):
+        elif (speculates or self._can_roll_back) and any(norm.non_finite for norm in self._norms.values()):
             self._gradients_read(update)  # the step will be taken back; the backward may be waiting for the buffer
             self._deferred.append(update)
-        elif self._speculates:
+        elif speculates:
+            update.may_be_taken_back = True
             self._speculated[layout.index] = update
             self._update(update, 1.0)
         elif norm.non_finite:
@@ -256,6 +259,10 @@ class OptimizerWorker:
             )
         else:
             self._update(update, self._rules.scale(norm.squared))
+
+    def _can_take_back(self, unit: int) -> bool:
+        """Whether an update of the unit can be undone before its step is committed."""
+        return self._can_roll_back or unit in self._store.units_with_spare
 
     def _measure(self, update: UnitUpdate) -> UnitNorm:
         """The norm of a unit's gradients where the device has not measured it."""
@@ -295,16 +302,17 @@ class OptimizerWorker:
         updates, self._deferred = self._deferred, []
         if statistics.skipped:
             self._skip(updates)
-        elif self._speculated and not statistics.clipped:
-            self._confirm()
         else:
-            if self._speculated:
+            if self._speculated and statistics.clipped:
                 self._take_back()
                 self._withheld.clear()  # until they are written again
                 updates += self._speculated.values()
                 self._speculated.clear()
+            elif self._speculated:
+                self._confirm()
             scale = self._rules.scale(statistics.squared_gradient_norm) if self._rules.clip is Clip.GLOBAL else None
             for update in updates:
+                update.may_be_taken_back = False
                 self._update(update, self._rules.scale(self._norms[update.layout.index].squared) if scale is None else scale)
         self._commits.ended = step
         self._release_withheld()

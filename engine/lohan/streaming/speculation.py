@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lohan.config import ClipUpdate
+from lohan.planning.schedule import DRIVES_CLIP_RATE
 
 if TYPE_CHECKING:
     from lohan.streaming.clipping import StepStatistics
 
 REMEMBERED_STEPS = 32
-MOST_REDONE = REMEMBERED_STEPS // 4
 
 
 class Speculation:
@@ -27,16 +27,26 @@ class Speculation:
     steps redone, speculation is faster where (1 - p) min(B, U) > p (max(B, U) + R - B). Taking back writes nothing and reads what lies
     in RAM, so R is at most about U. For U up to B this is p < 1/2, for U = 2 B it is p < 1/4. Below a quarter speculation is thus faster
     wherever the updates take up to twice the backward, and it writes at most a quarter more to the drives; above it, deferral is taken.
-    `auto` goes by the last 32 steps; before it has seen as many it defers, unless the plan expects speculation to be faster. It asks no
-    clock, so that a run that is repeated or resumed decides alike.
+
+    In second places in RAM nothing is written twice, and R is 0: what is best there is computed when the run is planned
+    (`lohan.planning.prices.speculated_clip_rate`). `auto` goes by the last 32 steps; before it has seen as many it defers, unless the plan
+    expects speculation to be faster. It asks no clock, so that a run that is repeated or resumed decides alike.
 
     Args:
         first: what `auto` does until then.
+        most_failing: the part of the last steps that may have failed.
         is_possible: see `lohan.planning.schedule.can_speculate`.
     """
 
-    def __init__(self, updates: ClipUpdate, *, is_possible: bool, first: ClipUpdate = ClipUpdate.DEFER) -> None:
-        self._updates, self._is_possible, self._first = updates, is_possible, first
+    def __init__(
+        self,
+        updates: ClipUpdate,
+        *,
+        is_possible: bool,
+        first: ClipUpdate = ClipUpdate.DEFER,
+        most_failing: float = DRIVES_CLIP_RATE,
+    ) -> None:
+        self._updates, self._is_possible, self._first, self._most_failing = updates, is_possible, first, most_failing
         self._recent: deque[bool] = deque(maxlen=REMEMBERED_STEPS)
         self.speculated_steps = 0
         self.redone_steps = 0
@@ -50,7 +60,7 @@ class Speculation:
                 return self._is_possible
             case ClipUpdate.AUTO:
                 has_seen = len(self._recent) == REMEMBERED_STEPS or self._first is ClipUpdate.SPECULATE
-                return self._is_possible and has_seen and sum(self._recent) < MOST_REDONE
+                return self._is_possible and has_seen and sum(self._recent) < self._most_failing * REMEMBERED_STEPS
 
     def note(self, statistics: StepStatistics, *, speculated: bool) -> None:
         """A backward has ended. A step that is left out counts as one to redo: its writes are taken back too."""

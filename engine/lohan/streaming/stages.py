@@ -63,7 +63,8 @@ def _shape(layouts: Sequence[UnitLayout], visits: Sequence[Visit], states: State
         chunks = [ChunkShape(chunk.length, chunk.trainable, tier) for chunk, tier in zip(layout.chunks, tiers, strict=True)]
         units.append(UnitShape(tuple(chunks)))
     where = Tier.GPU if device.type == "cuda" else Tier.RAM
-    return StepShape(tuple(units), tuple(visits), slots, states.form, states.durability, where)
+    waiting = frozenset(range(len(units))) - states.units_with_spare if states.durability is not Durability.STEP else frozenset()
+    return StepShape(tuple(units), tuple(visits), slots, states.form, states.durability, where, waiting_units=waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class StateOptions:
     form: StateForm
     durability: Durability
     ram_bytes: int
+    spare_bytes: int
     unsafe_filesystems: UnsafeFilesystems
     resume: bool
     resume_from: str | None
@@ -94,6 +96,7 @@ class StateOptions:
             store,
             durability=self.durability,
             ram_bytes=self.ram_bytes,
+            spare_bytes=self.spare_bytes,
             weights_paging=weights_paging,
             resume=self.resume,
             resume_from=self.resume_from,

@@ -60,7 +60,16 @@ class PlannedRun:
         }
         engine = self.engine.model_copy(update=chosen)
         gpu = choose_gpu(engine, self.hardware)
-        fit = Fit(self.workload, self.training, engine, self.hardware, gpu, UnitGrain(plan.grain), plan.slots)
+        fit = Fit(
+            self.workload,
+            self.training,
+            engine,
+            self.hardware,
+            gpu,
+            UnitGrain(plan.grain),
+            plan.slots,
+            most_spare_bytes=plan.spare_state_bytes,
+        )
         policy = ActivationPolicy(plan.policy)
         return Running(fit, self.profile, policy, plan.micro_batch_size, plan.kept_units, plan.retention)
 

@@ -143,7 +143,8 @@ class Steps:
         statistics = session.statistics
         warn_of_skipped_step(statistics, self._reporter)
         rows, length = batch.input_ids.shape
-        return MeasuredStep(step + 1, rows, length, seconds), {
+        clipped = statistics.last_step is not None and statistics.last_step.clipped
+        return MeasuredStep(step + 1, rows, length, seconds, clipped), {
             "step": step + 1,
             "total_steps": course.total_steps,
             "epoch": course.sampler.epoch(step),
