@@ -162,6 +162,26 @@ def recorded_events(session: Session, run_id: str, limit: int) -> Sequence[RunEv
     return session.scalars(query).all()[::-1]
 
 
+def answer_of(session: Session, run_id: str) -> dict[str, Any] | None:
+    """What a chat's latest attempt has answered, as the fields of `AnswerView`; None before its first words."""
+    query = select(RunEvent).where(RunEvent.run_id == run_id, RunEvent.type.in_([EventType.ANSWER, EventType.ANSWER_PART]))
+    events = session.scalars(query.order_by(RunEvent.attempt, RunEvent.seq)).all()
+    if not events:
+        return None
+    latest = [event.fields for event in events if event.attempt == events[-1].attempt]
+    if events[-1].type == EventType.ANSWER:
+        return dict(latest[-1])
+    return {"text": "".join(str(fields.get("text", "")) for fields in latest)}
+
+
+def chats_of(session: Session, run_id: str, *, owner_id: str | None, limit: int) -> Sequence[Run]:
+    """Chats with the run, newest first, with their settings; of all owners for None."""
+    query = select(Run).where(Run.parent_id == run_id, Run.kind == RunKind.CHAT, Run.deleted_at.is_(None))
+    if owner_id is not None:
+        query = query.where(Run.owner_id == owner_id)
+    return session.scalars(query.order_by(Run.id.desc()).limit(limit)).all()
+
+
 def last_cursor(session: Session, run_id: str) -> Cursor:
     """Where the run's newest event stands; (0, 0) where there is none."""
     cursors = [(0, 0)]

@@ -38,7 +38,9 @@ GpuMemory = Annotated[int | None, typer.Option("--gpu-memory-bytes", min=1, help
 JobFolder = Annotated[
     Path | None,
     typer.Option(
-        "--job", metavar="FOLDER", help="Print nothing: FOLDER/events.jsonl has the answer as it grows, with lock and requests of lohan train."
+        "--job",
+        metavar="FOLDER",
+        help="Print nothing: FOLDER/events.jsonl has the answer as it grows, with lock and requests of lohan train.",
     ),
 ]
 STDIN = Path("-")

@@ -1,6 +1,6 @@
 """Makes tokens of a conversation in a limited child process: templates come with models from anywhere, and may never end.
 
-    python -m lohan.data.prompt FOLDER    the messages as a JSON list on stdin, tokens or an error as JSON on stdout
+python -m lohan.data.prompt FOLDER    the messages as a JSON list on stdin, tokens or an error as JSON on stdout
 """
 
 from __future__ import annotations

@@ -24,8 +24,6 @@ from lohan.training.setup import ReportedWeights
 from lohan.units import format_bytes
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from lohan.data.conversation import Conversation
     from lohan.training.reporter import Reporter
     from lohan.training.stopping import StopWatch
@@ -212,7 +210,8 @@ def generate(
     settings: dict[str, Any] = {"do_sample": False}
     if conversation.temperature > 0:
         settings = {"do_sample": True, "temperature": conversation.temperature, "top_p": conversation.top_p, "top_k": 0}
-    wanted = GenerationConfig(
+    make: Any = GenerationConfig
+    wanted = make(
         **settings,
         max_new_tokens=most,
         eos_token_id=sorted(ends) or None,
