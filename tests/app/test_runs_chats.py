@@ -83,7 +83,7 @@ def get(person: Person, path: str) -> dict[str, Any]:
 
 def tell(engine: Engine, run_id: str, *events: tuple[EventType, dict[str, Any]], attempt: int = 1, first_seq: int = 1) -> None:
     """What a chat's process says, as its supervisor stores it."""
-    said = [Event(attempt, first_seq + index, 1_800_000_000.0, str(type), fields) for index, (type, fields) in enumerate(events)]
+    said = [Event(attempt, first_seq + index, 1_800_000_000.0, str(kind), fields) for index, (kind, fields) in enumerate(events)]
     with write_transaction(engine) as session:
         repository.record_events(session, run_id, epoch=0, events=said, offset_bytes=0, malformed=0)
 
