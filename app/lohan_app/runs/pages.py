@@ -380,7 +380,7 @@ def ask_in_panel(request: Request, identity: PageUser, context: Context, form: F
     try:
         made = chats.submit_chat(context, identity, run_id, chat_panel.read_chat_request(form), form.get("idempotency_key") or None)
     except LohanError as error:
-        return _panel_alone(request, context, identity, run_id, form.get("follows") or chat_panel.NEW, form=form, problem=error)
+        return _panel_alone(request, context, identity, run_id, form.get("shown") or chat_panel.NEW, form=form, problem=error)
     return _panel_alone(request, context, identity, run_id, made.run.id)
 
 
@@ -405,7 +405,7 @@ def ask_model(request: Request, identity: PageUser, context: Context, form: Form
         run = service.get_run(context, identity, run_id)
         if not chats.can_be_asked(context, run):
             return _run_page(request, context, identity, run_id, error)
-        panel = _panel(context, identity, run, form.get("follows") or chat_panel.NEW, form=form, problem=error)
+        panel = _panel(context, identity, run, form.get("shown") or chat_panel.NEW, form=form, problem=error)
         return _run_page(request, context, identity, run_id, panel=panel)
     return RedirectResponse(f"/runs/{run_id}?chat={made.run.id}#chat", 303)
 
