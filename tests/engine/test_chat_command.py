@@ -7,22 +7,26 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from fixtures.tiny_model import CHAT_TEMPLATE, TURN_END, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lohan.cli.chat import _carry_out as carry_out_chat
 from lohan.cli.commands import ExitCode
 from lohan.data.conversation import Conversation, parse_conversation
 from lohan.data.prompt import read_prompt
 from lohan.data.tokenize import Tokenizer
-from lohan.errors import ConfigError, DataError, ModelError
+from lohan.errors import CapacityError, ConfigError, DataError, ModelError
 from lohan.events import Event, EventReader, EventType, ExitReason, Phase
+from lohan.planning.footprint import GPU_RESERVE_BYTES
 from lohan.training import answering
 from lohan.training.answering import ChatJob
 from lohan.training.job import carry_out
+from lohan.units import GIB
 
 TALK = [
     {"role": "user", "content": "Hello?"},
@@ -174,6 +178,42 @@ def test_an_answer_is_left_in_the_middle(
     answers = [event.fields for event in events if event.type == EventType.ANSWER]
     assert [fields["finish_reason"] for fields in answers] == finish, "one that is to be begun anew has no end"
     assert all(5 <= fields["answer_tokens"] <= 7 for fields in answers)
+
+
+# ---------------------------------------------------------------- memory
+@pytest.mark.parametrize(
+    ("fault", "cause", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "gpu_memory", "GPU memory ran out"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "host_memory", "host memory ran out"),
+    ],
+    ids=["GPU", "host"],
+)
+def test_memory_that_ran_out_is_told_with_what_helps(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception, cause: str, words: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(answering, "generate", fail)
+    conversation = Conversation.model_validate({"messages": TALK})
+    reason = carry_out_chat(folder, conversation, tmp_path / "chat", None, None, device="cpu", gpu_memory_bytes=None)
+    error = error_of(list(EventReader(tmp_path / "chat" / "events.jsonl").read()))
+    assert (reason, error["cause"]) == (ExitReason.FAILED, cause)
+    assert error["message"].startswith(words)
+    assert error["remedy"].startswith("Ask for fewer tokens, or leave out the earliest messages, and ")
+
+
+def test_a_gpu_gives_no_more_than_was_reserved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=24 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, _device: fractions.append(fraction))
+    conversation, gpu, unused = Conversation.model_validate({"messages": TALK}), torch.device("cuda", 0), cast("Any", None)
+    for size in (None, 6 * GIB, 24 * GIB):
+        ChatJob(folder, conversation, unused, unused, device="cuda", gpu_memory_bytes=size)._bound(gpu)
+    assert fractions == [(6 * GIB - GPU_RESERVE_BYTES // 2) / (24 * GIB), 1 - GPU_RESERVE_BYTES // 2 / (24 * GIB)]
+    with pytest.raises(CapacityError, match="reserved on a GPU of"):
+        ChatJob(folder, conversation, unused, unused, device="cuda", gpu_memory_bytes=25 * GIB)._bound(gpu)
 
 
 # ---------------------------------------------------------------- folders and files of others

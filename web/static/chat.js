@@ -57,6 +57,8 @@
       if (event.attempt > attempt) text = "";
       attempt = Math.max(attempt, event.attempt);
       text = grown(event);
+      const bar = talk()?.querySelector("progress");
+      if (bar && Number.isFinite(event.progress)) bar.value = event.progress;
       return show();
     }
     const now = `${event.state} ${event.phase} ${event.wanted} ${event.state_reason}`;

@@ -111,7 +111,7 @@ class ChatJob:
                 remedy="Ask for fewer tokens, or on another device.",
             )
         # Half of the reserve is CUDA's context, which torch does not allocate.
-        torch.cuda.set_per_process_memory_fraction((self._gpu_memory_bytes - GPU_RESERVE_BYTES // 2) / total, device)
+        torch.cuda.set_per_process_memory_fraction(max(0, self._gpu_memory_bytes - GPU_RESERVE_BYTES // 2) / total, device)
 
     def _answer(self, model: Any, prompt: Prompt, most: int, device: torch.device) -> None:
         conversation = self._conversation
@@ -217,7 +217,7 @@ def generate(
         eos_token_id=sorted(ends) or None,
         pad_token_id=pad_id,
         use_cache=True,
-        prefill_chunk_size=PREFILL_TOKENS,
+        prefill_chunk_size=PREFILL_TOKENS if len(prompt_ids) > PREFILL_TOKENS else None,  # not every model's cache can be filled in parts
     )
     # What the folder's generation_config.json says would fill in whatever is not set.
     model.generation_config = wanted
