@@ -93,6 +93,8 @@ def test_a_model_is_asked_answers_and_is_asked_on(
     assert [message["role"] for message in newest_chat(site, run).settings["chat"]["messages"]] == ["user", "assistant", "user"]
     panel.get_by_role("button", name="Cancel").click()
     expect(panel.get_by_role("button", name="Ask again")).to_be_visible()
+    expect(panel.get_by_text("It goes on from the last answer")).to_be_visible()
+    assert panel.locator("input[name=follows]").input_value() == chat.id
     # What fails says why; what is out of bounds is said beside its field, and what was written stays.
     panel.get_by_role("link", name="New chat").click()
     ask(page, "Another question")

@@ -69,14 +69,16 @@ def talk_fields(chat: RunDetail | None) -> dict[str, Any] | None:
     if chat is None:
         return None
     answer = chat.answer.model_dump() if chat.answer is not None else {}
-    is_complete = chat.state is RunState.SUCCEEDED
+    asked = chat.settings.get(CHAT, {})
+    can_follow = chat.state is RunState.SUCCEEDED and bool(answer.get("text"))
     return {
         "chat": chat,
-        "messages": chat.settings.get(CHAT, {}).get("messages", []),
+        "messages": asked.get("messages", []),
         "text": answer.get("text", ""),
         "note": presentation.answer_note(answer) or ("cancelled" if chat.state is RunState.CANCELLED else ""),
         "is_over": chat.state in TERMINAL_STATES,
-        "can_follow": is_complete and bool(answer.get("text")),
+        "can_follow": can_follow,
+        "follows": chat.id if can_follow else asked.get("follows"),  # the last that was answered
         "failure_title": presentation.failure_title(chat),
         "phase": presentation.PHASE_NAMES.get(chat.phase, "Starting"),  # type: ignore[call-overload]
     }
