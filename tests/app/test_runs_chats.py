@@ -27,6 +27,7 @@ from lohan.planning.answer_memory import answer_memory, most_tokens, shape_of
 from lohan.units import GIB
 from lohan_app.db import write_transaction
 from lohan_app.entities import Run, RunKind, RunState
+from lohan_app.entities.base import now
 from lohan_app.runs import repository
 from lohan_app.settings import Settings
 from lohan_app.worker.housekeeping import Housekeeper
@@ -320,6 +321,21 @@ def test_the_page_works_without_a_script(owner: Person, settings: Settings, engi
     again = owner.client.post(f"/runs/{run_id}/partials/chats/{chat}/retry", data={})
     assert again.status_code == 200
     assert "Waiting in the queue" in again.text
+
+
+def test_an_answer_that_has_begun_may_not_be_silent_for_as_long(settings: Settings) -> None:
+    supervisor = Supervisor(settings, "run_x")
+    assert supervisor._pulse.limit_seconds == settings.start_silence_seconds
+    supervisor._feel_pulse([Event(1, 1, 0.0, str(EventType.ANSWER_PART), {"text": "a"})])
+    assert supervisor._pulse.limit_seconds == settings.step_silence_seconds
+
+
+def test_the_dashboard_keeps_trainings_in_sight(owner: Person, settings: Settings, engine: Engine) -> None:
+    run_id = succeeded(settings, engine, owner, name="the training", finished_at=now())
+    answered(settings, engine, owner, run_id)
+    shown = page_text(owner, "/")
+    assert "the training" in shown
+    assert "Chat with the training" not in shown
 
 
 # ---------------------------------------------------------------- how long it stays

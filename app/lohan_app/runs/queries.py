@@ -83,9 +83,10 @@ def list_runs(
     after: str | None,
     limit: int,
     kind: RunKind | None = None,
+    except_kind: RunKind | None = None,
     parent_id: str | None = None,
 ) -> list[NamedRun]:
-    """Newest first, without plans and settings; of all owners, states, kinds and parents where these are None."""
+    """Newest first, without plans and settings; of all owners, states, kinds (but `except_kind`) and parents where these are None."""
     query = _NAMED.options(*_WITHOUT_PLANS).where(Run.deleted_at.is_(None)).order_by(Run.id.desc()).limit(limit)
     if owner_id is not None:
         query = query.where(Run.owner_id == owner_id)
@@ -93,6 +94,8 @@ def list_runs(
         query = query.where(Run.state.in_(list(states)))
     if kind is not None:
         query = query.where(Run.kind == kind)
+    if except_kind is not None:
+        query = query.where(Run.kind != except_kind)
     if parent_id is not None:
         query = query.where(Run.parent_id == parent_id)
     if after is not None:

@@ -287,11 +287,15 @@ def list_runs(
     limit: int = DEFAULT_LIMIT,
     states: Collection[RunState] | None = None,
     kind: RunKind | None = None,
+    except_kind: RunKind | None = None,
 ) -> Page[RunView]:
-    """The user's runs in one of `states` (None: in any) and of `kind`, newest first; an administrator's list has everybody's."""
+    """The user's runs in one of `states` (None: in any), of `kind` (None: of any but `except_kind`), newest first; an administrator's list
+    has everybody's."""
     owner_id = None if identity.is_admin else identity.user_id
     with read_transaction(context.engine) as session:
-        rows = queries.list_runs(session, owner_id=owner_id, states=states, after=after, limit=limit + 1, kind=kind)
+        rows = queries.list_runs(
+            session, owner_id=owner_id, states=states, after=after, limit=limit + 1, kind=kind, except_kind=except_kind
+        )
     return make_page(rows, limit, view_of, lambda row: row.run.id)
 
 
