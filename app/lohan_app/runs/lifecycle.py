@@ -6,6 +6,7 @@ Each request is one transaction that holds the run's row: what it was decided by
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy.exc import DBAPIError
@@ -302,11 +303,12 @@ def delete(context: AppContext, identity: Identity, run_id: str) -> None:
             repository.fire(session, run_id, Trigger.REQUEST_CANCEL)
         others = repository.mark_deleted(session, run_id, now())
         add_audit_entry(session, user_id=identity.user_id, action="run.delete", subject=run_id, address=identity.address)
-        is_chat = run.kind is RunKind.CHAT
+        # What was said in a chat is removed when its trash is: there has to be some, also of one that never began.
+        for chat_id in (*others, *([run_id] if run.kind is RunKind.CHAT else [])):
+            with suppress(OSError):
+                context.settings.run_folder(chat_id).mkdir(mode=0o700, parents=True, exist_ok=True)
     for deleted in (run_id, *others):
         try:
-            if is_chat or deleted != run_id:  # what was said is removed with the trash: there has to be some, also where it never began
-                context.settings.run_folder(deleted).mkdir(mode=0o700, parents=True, exist_ok=True)
             with write_transaction(context.engine) as session:
                 move_deleted_to_trash(session, context.settings, deleted)
         except (OSError, DBAPIError):

@@ -158,9 +158,9 @@ def unfinished_chat(session: Session, run_id: str) -> Run | None:
 
 def mark_deleted(session: Session, run_id: str, at: datetime) -> list[str]:
     """Take a run that has ended out of everybody's sight, and the chats with it; returns the ids of the chats."""
-    chats = list(session.scalars(select(Run.id).where(_chats_with(run_id), Run.deleted_at.is_(None), Run.state.in_(TERMINAL_STATES))))
-    statement = update(Run).where(Run.id.in_([run_id, *chats]), Run.state.in_(TERMINAL_STATES)).values(deleted_at=at)
-    session.execute(statement.execution_options(synchronize_session=False))
+    goes = ((Run.id == run_id) | _chats_with(run_id)) & Run.deleted_at.is_(None) & Run.state.in_(TERMINAL_STATES)
+    chats = list(session.scalars(select(Run.id).where(goes, Run.id != run_id)))
+    session.execute(update(Run).where(goes).values(deleted_at=at).execution_options(synchronize_session=False))
     return chats
 
 
