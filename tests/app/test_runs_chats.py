@@ -263,6 +263,10 @@ def test_pieces_of_an_answer_go_when_it_is_whole(owner: Person, settings: Settin
     # Another attempt begins it anew.
     tell(engine, chat, (EventType.STARTED, {"resumed_step": 0}), part("Over"), attempt=2)
     assert get(owner, f"/runs/{chat}")["answer"]["text"] == "Over"
+    # The page shows no words of an attempt that was lost.
+    assert "Over" not in page_text(owner, f"/runs/{run_id}")
+    set_run(engine, chat, phase="answering")
+    assert "Over" in page_text(owner, f"/runs/{run_id}")
     tell(engine, chat, part(" it"), whole("Over it.", tokens_per_second=3.0), attempt=2, first_seq=3)
     answer = get(owner, f"/runs/{chat}")["answer"]
     assert (answer["text"], answer["finish_reason"], answer["tokens_per_second"]) == ("Over it.", "end_of_text", 3.0)

@@ -19,7 +19,8 @@
 
   function show() {
     const place = talk()?.querySelector("[data-answer]");
-    if (place && talk().dataset.over === "no" && text) place.textContent = text.replace(INVISIBLE, escape);
+    // Before that, what there is of an answer is of an attempt that was lost.
+    if (place && talk().dataset.over === "no" && talk().dataset.phase === "answering" && text) place.textContent = text.replace(INVISIBLE, escape);
   }
 
   function refresh() {

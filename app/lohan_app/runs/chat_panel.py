@@ -8,6 +8,7 @@ from typing import Any
 
 from lohan.data.conversation import MAX_NEW_TOKENS, Conversation, Role
 from lohan.errors import LohanError
+from lohan.events import Phase
 from lohan_app.entities import TERMINAL_STATES, RunState
 from lohan_app.forms import FormError, read_form, without_blanks
 from lohan_app.runs import presentation
@@ -68,7 +69,9 @@ def talk_fields(chat: RunDetail | None) -> dict[str, Any] | None:
     """A conversation with its last answer, as far as that has come; None of none."""
     if chat is None:
         return None
-    answer = chat.answer.model_dump() if chat.answer is not None else {}
+    # Until it answers, what there is of an answer is of an attempt that was lost.
+    is_said = chat.state in TERMINAL_STATES or chat.phase == Phase.ANSWERING
+    answer = chat.answer.model_dump() if chat.answer is not None and is_said else {}
     asked = chat.settings.get(CHAT, {})
     can_follow = chat.state is RunState.SUCCEEDED and bool(answer.get("text"))
     return {
