@@ -82,6 +82,8 @@ FEATURE_EXTRAS = {
     "hardware/presentation.py": "measured figures as the page words them",
     "runs/announce.py": "wakes the streams of the web process",
     "runs/archive.py": "a folder as a zip file that is made while it is sent",
+    "runs/chat_panel.py": "the chat on a run's page: what it shows, and its form, read and filled",
+    "runs/chats.py": "conversations with what a run has as its result, as runs of their own",
     "runs/curves.py": "curves of long runs as the database aggregates them",
     "runs/exports.py": "exports of what a training run has recorded, as runs of their own",
     "runs/forecasts.py": "a plan's forecast as the pages word it",

@@ -40,6 +40,14 @@ class EventType(StrEnum):
     `foreseen_seconds` (of a step of a whole batch), `corrected_seconds` (the same by the corrected figures), `new_seconds` (of what the run
     does now), `factors` (how much longer than foreseen each thing took, by name; `everything` is on top of the others), `detail`
     (the same as a sentence)."""
+    ANSWER_PART = "answer_part"
+    """The next piece of an answer: `text`, `tokens` (how many there are so far), `progress` (of the most it may have, 0 to 1).
+
+    Several times a second at most. The pieces of one attempt, put together, are a beginning of the answer."""
+    ANSWER = "answer"
+    """The whole answer: `text`, `finish_reason` (a `FinishReason`), `prompt_tokens`, `answer_tokens`, `seconds` (from the first look at the
+    conversation to the last token), `first_token_seconds` (null where there is none), `tokens_per_second` (after the first token; null
+    below two), `seed` (null where the likeliest token was taken each time)."""
     NOTE = "note"
     """`message`: something to know, and nothing wrong."""
     WARNING = "warning"
@@ -59,6 +67,18 @@ class Phase(StrEnum):
     EXPORTING = "exporting"
     MEASURING = "measuring"
     """The machine, and a model's block on it."""
+    ANSWERING = "answering"
+    """A conversation: reading it, then one token after the other."""
+
+
+class FinishReason(StrEnum):
+    """Why an answer ends where it does."""
+
+    END_OF_TEXT = "end_of_text"
+    """The model said that its turn is over."""
+    LENGTH = "length"
+    """It has as many tokens as were asked for, or as the model's context has room for."""
+    CANCELLED = "cancelled"
 
 
 class ExitReason(StrEnum):

@@ -145,12 +145,22 @@ def test_settings_print_as_people_wrote_them() -> None:
     [
         (RunKind.PROFILE, Phase.MEASURING, 0.25, [("Measuring", "now")], [("Device", "cpu"), ("Drives", "Left out")]),
         (RunKind.EXPORT, Phase.EXPORTING, 0.5, [("Opening the states", "done"), ("Exporting", "now")], [("Weights", "fp32")]),
+        (
+            RunKind.CHAT,
+            Phase.ANSWERING,
+            0.5,
+            [("Loading the model", "done"), ("Answering", "now")],
+            [("Device", "auto"), ("Tokens at most", "512"), ("Temperature", "0.7"), ("Seed", "7"), ("GPU memory reserved", "3.00 GiB")],
+        ),
     ],
 )
 def test_runs_that_make_no_steps_have_their_own_phases(
     kind: RunKind, phase: Phase, progress: float, line: list[tuple[str, str]], settings: list[tuple[str, str]]
 ) -> None:
-    stored = {"profile": {"device": "cpu", "drives": False}, "export": {"dtype": "fp32"}, "needs": {"ram_bytes": 2 * 2**30}}
+    stored: dict[str, Any] = {"profile": {"device": "cpu", "drives": False}, "export": {"dtype": "fp32"}, "needs": {"ram_bytes": 2 * 2**30}}
+    stored["chat"] = {"device": "auto", "max_new_tokens": 512, "temperature": 0.7, "seed": 7, "messages": []}
+    if kind is RunKind.CHAT:
+        stored["needs"]["gpu_bytes"] = 3 * 2**30
     shown = run(kind=kind, phase=phase, phase_progress=progress, settings=stored)
     assert [(step["label"], step["status"]) for step in phase_line(shown)] == line
     assert fraction(shown) == progress

@@ -90,7 +90,7 @@ OTHER_TABLE = """
     failed/*         . . . . . . + . x
     cancelled/*      . . . . . . + . x
 """
-TABLES = {RunKind.TRAIN: TABLE, RunKind.PROFILE: OTHER_TABLE, RunKind.EXPORT: OTHER_TABLE}
+TABLES = {RunKind.TRAIN: TABLE, RunKind.PROFILE: OTHER_TABLE, RunKind.EXPORT: OTHER_TABLE, RunKind.CHAT: OTHER_TABLE}
 MARKS = {"!": Effect.NOW, "?": Effect.ASK, "k": Effect.KILL, "=": Effect.NOTHING, "+": Effect.MAKE, "x": Effect.REMOVE, ".": None}
 LOCKED_COLUMNS = [column.key for column in inspect(Run).columns]
 
@@ -213,7 +213,7 @@ def test_every_request_and_every_event_in_either_order(settings: Settings, engin
 @pytest.mark.parametrize("kind", [kind for kind in RunKind if kind is not RunKind.TRAIN])
 def test_every_request_of_another_kind(settings: Settings, engine: Engine, owner: Person, kind: RunKind) -> None:
     """What an event does is the same for every kind: `repository.fire` does not look at it. What a request does is not."""
-    parent_id = make_run(settings, engine) if kind is RunKind.EXPORT else None
+    parent_id = make_run(settings, engine) if kind in (RunKind.EXPORT, RunKind.CHAT) else None
     run_id = make_run(settings, engine, kind=kind, step=3, parent_id=parent_id)
     with write_transaction(engine) as session:
         for state, wanted, request in itertools.product(RunState, Wanted, ASKED):

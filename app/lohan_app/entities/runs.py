@@ -22,6 +22,8 @@ class RunKind(StrEnum):
     """Measures how fast the machine is, and one block of a base model where one is named."""
     EXPORT = "export"
     """Writes what a training run has recorded, `parent_id`, as a Hugging Face folder."""
+    CHAT = "chat"
+    """Has the model that `parent_id` has as its result answer a conversation."""
 
 
 class Wanted(StrEnum):
@@ -69,13 +71,14 @@ class Run(Entity):
         Index("ix_runs_state_created_at", "state", "created_at"),
         CheckConstraint("kind <> 'train' OR (base_model_id IS NOT NULL AND dataset_id IS NOT NULL)", name="training_has_model_and_data"),
         CheckConstraint("kind <> 'export' OR (base_model_id IS NOT NULL AND parent_id IS NOT NULL)", name="export_has_model_and_parent"),
+        CheckConstraint("kind <> 'chat' OR parent_id IS NOT NULL", name="chat_has_parent"),
     )
 
     id: Mapped[str] = mapped_column(Id, primary_key=True, default=lambda: new_id("run"))
     kind: Mapped[RunKind] = mapped_column(text_enum(RunKind))
     owner_id: Mapped[str] = mapped_column(ForeignKey("users.id"), index=True)
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
-    """The run that it is a retry of; of an export the training whose states it reads."""
+    """The run that it is a retry of; of an export the training whose states it reads, of a chat the run whose result it asks."""
     name: Mapped[str] = mapped_column(String(255))
     base_model_id: Mapped[str | None] = mapped_column(ForeignKey("base_models.id"))
     """Null for a measurement without a model."""

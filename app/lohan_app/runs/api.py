@@ -13,10 +13,21 @@ from lohan_app.auth.dependencies import Reader, RequireAdmin, RunWriter
 from lohan_app.context import Context
 from lohan_app.entities import Metric, RunKind, RunState
 from lohan_app.paging import DEFAULT_LIMIT, After, Limit, Page
-from lohan_app.runs import exports, lifecycle, service
+from lohan_app.runs import chats, exports, lifecycle, service
 from lohan_app.runs.archive import content_disposition, file_name_of, stream_zip
 from lohan_app.runs.requests import Request
-from lohan_app.runs.schemas import CurvesView, ExportRequest, LogView, MetricsView, PlanRequest, RunChange, RunDetail, RunRequest, RunView
+from lohan_app.runs.schemas import (
+    ChatRequest,
+    CurvesView,
+    ExportRequest,
+    LogView,
+    MetricsView,
+    PlanRequest,
+    RunChange,
+    RunDetail,
+    RunRequest,
+    RunView,
+)
 from lohan_app.runs.service import Submission
 from lohan_app.runs.stream import parse_event_id
 
@@ -177,6 +188,23 @@ def list_exports(run_id: str, identity: Reader, context: Context, after: After =
     return exports.list_exports(context, identity, run_id, after, limit)
 
 
+@router.post("/runs/{run_id}/chats", status_code=201)
+def chat(
+    run_id: str, body: ChatRequest, identity: RunWriter, context: Context, response: Response, idempotency_key: IdempotencyKey = None
+) -> RunDetail:
+    """Queue a run of kind `chat`: the model that this run has as its result answers the conversation; 409 where there is none yet, and with
+    need and have where no device can hold it."""
+    answer = chats.submit_chat(context, identity, run_id, body, idempotency_key)
+    response.headers["Location"] = f"/api/v1/runs/{answer.run.id}"
+    return reply(answer, response)
+
+
+@router.get("/runs/{run_id}/chats")
+def list_chats(run_id: str, identity: Reader, context: Context, after: After = None, limit: Limit = DEFAULT_LIMIT) -> Page[RunView]:
+    """The chats with a run, newest first; `GET /runs/{id}` of one has what was said and answered."""
+    return chats.list_chats(context, identity, run_id, after, limit)
+
+
 @router.delete("/runs/{run_id}", status_code=204)
 def delete(run_id: str, identity: RunWriter, context: Context) -> None:
     """Delete a run that has ended, or a draft, with all its files."""
@@ -192,7 +220,7 @@ async def events(
     resume_after: Annotated[str | None, Query(alias="last_event_id")] = None,
 ) -> StreamingResponse:
     """Server-sent events: `state` first and at every change, then what the trainer says: `started`, `phase`, `step`,
-    `evaluation`, `plan_corrected`, `note`, `warning`, `exit`.
+    `evaluation`, `plan_corrected`, `answer_part`, `answer`, `note`, `warning`, `exit`.
 
     Resumes behind `Last-Event-ID` (or the query parameter `last_event_id`, as the metrics give it); without either it starts now.
     """

@@ -11,7 +11,7 @@ NEEDS = "needs"
 """Key in `Run.settings`: the `Needs` of a run that has no plan."""
 NO_DEVICE = "none"
 """Asked for by runs that compute nothing: they get no device."""
-KIND_NAMES = {RunKind.TRAIN: "Training", RunKind.PROFILE: "Measurement", RunKind.EXPORT: "Export"}
+KIND_NAMES = {RunKind.TRAIN: "Training", RunKind.PROFILE: "Measurement", RunKind.EXPORT: "Export", RunKind.CHAT: "Chat"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class Needs:
     device: str = NO_DEVICE
     """As in `lohan.config.EngineSection`, or `NO_DEVICE`."""
     ram_bytes: int = 0
+    gpu_bytes: int = 0
+    """On the GPU that it gets; its process takes no more."""
     ssd_bytes: int = 0
     """Over all state directories, evenly."""
     result_bytes: int = 0

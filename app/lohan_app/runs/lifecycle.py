@@ -6,6 +6,7 @@ Each request is one transaction that holds the run's row: what it was decided by
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy.exc import DBAPIError
@@ -21,7 +22,7 @@ from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import TERMINAL_STATES, PauseCause, Run, RunKind, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.errors import Conflict, Forbidden
-from lohan_app.runs import exports, repository, service
+from lohan_app.runs import chats, exports, repository, service
 from lohan_app.runs.announce import announce
 from lohan_app.runs.kinds import needs_of
 from lohan_app.runs.once import Answer, once
@@ -227,6 +228,9 @@ def _again(session: Session, context: AppContext, identity: Identity, run: Run) 
         assert run.parent_id is not None, "the database checks it"
         exports.check_source(session, context.settings, repository.lock_run(session, run.parent_id))
         columns["parent_id"] = run.parent_id
+    if run.kind is RunKind.CHAT:
+        chats.check_again(session, context, run)
+        columns["parent_id"] = run.parent_id
     service.check_quota(session, context, identity, run.owner_id, need_bytes)
     return columns
 
@@ -278,9 +282,11 @@ def _add(session: Session, identity: Identity, source: Run, state: RunState, **c
 def delete(context: AppContext, identity: Identity, run_id: str) -> None:
     """Delete a run that has ended, or a draft: its files go into the trash, and nobody sees it until it is restored (`storage.service`).
 
+    Chats with its result go with it.
+
     Raises:
         NotFound: see `ask`.
-        Conflict: it has not ended, a process still works in its folder, or an export has yet to read its states.
+        Conflict: it has not ended, a process still works in its folder, an export has yet to read its states, or a chat its result.
     """
     with write_transaction(context.engine) as session:
         run = _held(session, identity, run_id)
@@ -290,13 +296,21 @@ def delete(context: AppContext, identity: Identity, run_id: str) -> None:
         export = repository.unfinished_exports(session).get(run_id)
         if export is not None:
             raise Conflict(f"the run {export.name!r} is to read its states", place=run_id, remedy="Wait for that run, or cancel it.")
+        chat = repository.unfinished_chat(session, run_id)
+        if chat is not None:
+            raise Conflict(f"the chat {chat.id} asks its result", place=run_id, remedy="Wait for the answer, or cancel that run.")
         if run.state is RunState.DRAFT:
             repository.fire(session, run_id, Trigger.REQUEST_CANCEL)
-        repository.mark_deleted(session, run_id, now())
+        others = repository.mark_deleted(session, run_id, now())
         add_audit_entry(session, user_id=identity.user_id, action="run.delete", subject=run_id, address=identity.address)
-    try:
-        with write_transaction(context.engine) as session:
-            move_deleted_to_trash(session, context.settings, run_id)
-    except (OSError, DBAPIError):
-        log.exception("%s: its folder stays until the worker's next start", run_id)
+        # What was said in a chat is removed when its trash is: there has to be some, also of one that never began.
+        for chat_id in (*others, *([run_id] if run.kind is RunKind.CHAT else [])):
+            with suppress(OSError):
+                context.settings.run_folder(chat_id).mkdir(mode=0o700, parents=True, exist_ok=True)
+    for deleted in (run_id, *others):
+        try:
+            with write_transaction(context.engine) as session:
+                move_deleted_to_trash(session, context.settings, deleted)
+        except (OSError, DBAPIError):
+            log.exception("%s: its folder stays until the worker's next start", deleted)
     wake(context.settings)

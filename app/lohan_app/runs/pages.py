@@ -24,7 +24,7 @@ from lohan_app.errors import problem_of_error
 from lohan_app.forms import FormError
 from lohan_app.hardware.service import device_choices
 from lohan_app.paging import MAXIMUM_LIMIT, After
-from lohan_app.runs import exports, forecasts, lifecycle, presentation, requests, run_form, service
+from lohan_app.runs import chat_panel, chats, exports, forecasts, lifecycle, presentation, requests, run_form, service
 from lohan_app.runs.schemas import ExportRequest, RunDetail
 from lohan_app.runs.states import ACTIVE_STATES
 from lohan_app.storage import service as storage
@@ -46,8 +46,9 @@ FILTERS: dict[str, tuple[str, frozenset[RunState]]] = {
     "cancelled": ("Cancelled", frozenset({RunState.CANCELLED})),
 }
 Show = Annotated[str, Query(alias="show", max_length=20)]
-KINDS = {RunKind.TRAIN: "Trainings", RunKind.PROFILE: "Measurements", RunKind.EXPORT: "Exports"}
+KINDS = {RunKind.TRAIN: "Trainings", RunKind.PROFILE: "Measurements", RunKind.EXPORT: "Exports", RunKind.CHAT: "Chats"}
 EVERY_KIND = "all"
+ShownChat = Annotated[str, Query(alias="chat", max_length=64)]
 ShownKind = Annotated[str, Query(alias="kind", max_length=20)]
 
 
@@ -230,6 +231,7 @@ def _summary(context: AppContext, identity: Identity, run_id: str) -> dict[str, 
     latest = service.metrics(context, identity, run_id, after_step=max(0, run.step - 1)).data
     speed = latest[-1].tokens_per_second if latest else None
     fields = presentation.summary_fields(run, tokens_per_second=speed, may_write=identity.may(Scope.RUNS)) | {"new_key": _new_key}
+    fields["can_chat"] = chats.can_be_asked(context, run)
     fields["can_export"] = identity.may(Scope.RUNS) and exports.can_export(context, run)
     expiry = storage.states_expiry_of(context, identity, run_id) if fields["is_terminal"] else None
     return fields | presentation.retention_fields(run, expiry)
@@ -240,15 +242,29 @@ def _events(context: AppContext, identity: Identity, run_id: str) -> list[dict[s
 
 
 @router.get("/runs/{run_id}")
-def run_page(request: Request, identity: PageUser, context: Context, run_id: str) -> HTMLResponse:
-    return _run_page(request, context, identity, run_id)
+def run_page(request: Request, identity: PageUser, context: Context, run_id: str, chat: ShownChat = "") -> HTMLResponse:
+    return _run_page(request, context, identity, run_id, chat=chat)
 
 
-def _run_page(request: Request, context: AppContext, identity: Identity, run_id: str, problem: LohanError | None = None) -> HTMLResponse:
+def _run_page(
+    request: Request,
+    context: AppContext,
+    identity: Identity,
+    run_id: str,
+    problem: LohanError | None = None,
+    *,
+    chat: str = "",
+    panel: dict[str, Any] | None = None,
+) -> HTMLResponse:
+    """The page; `chat` is the one that its panel shows, or `panel` all that this does."""
     fields = _summary(context, identity, run_id)
     run: RunDetail = fields["run"]
     if run.kind is RunKind.TRAIN:
         fields |= _forecast_fields(context, identity, run)
+    if run.kind is RunKind.CHAT:
+        fields["talk"] = chat_panel.talk_fields(run)
+    if fields["can_chat"]:
+        fields |= panel or _panel(context, identity, run, chat)
     fields |= {
         "events": _events(context, identity, run_id),
         "plan": run.started_plan or run.plan,
@@ -322,6 +338,76 @@ def export_run(request: Request, identity: PageUser, context: Context, form: For
     except LohanError as error:
         return _run_page(request, context, identity, run_id, error)
     return RedirectResponse(f"/runs/{made.run.id}", 303)
+
+
+# ---------------------------------------------------------------- chats
+def _panel(
+    context: AppContext,
+    identity: Identity,
+    run: RunDetail,
+    chat: str,
+    *,
+    form: Mapping[str, str] | None = None,
+    problem: LohanError | None = None,
+) -> dict[str, Any]:
+    """What the chat on a run's page shows: the conversation of `chat`, else the latest."""
+    talks = chats.talks(context, identity, run.id)
+    chosen = chat or (talks[0].id if talks else chat_panel.NEW)
+    shown = None if chosen == chat_panel.NEW else chats.find_chat(context, identity, run.id, chosen)
+    fields = chat_panel.panel_fields(run, shown, talks, form=form, problem=problem)
+    return fields | {"new_key": _new_key, "may_write": identity.may(Scope.RUNS)}
+
+
+def _panel_alone(request: Request, context: AppContext, identity: Identity, run_id: str, chat: str, **fields: Any) -> HTMLResponse:
+    run = service.get_run(context, identity, run_id)
+    return render(request, "runs/_chat.html", _panel(context, identity, run, chat, **fields), viewer=identity)
+
+
+@router.get("/runs/{run_id}/partials/chats")
+def chat_of_run(request: Request, identity: PageUser, context: Context, run_id: str, chat: ShownChat = "") -> HTMLResponse:
+    return _panel_alone(request, context, identity, run_id, chat)
+
+
+@router.get("/runs/{run_id}/partials/talk")
+def talk_of_chat(request: Request, identity: PageUser, context: Context, run_id: str) -> HTMLResponse:
+    run = service.get_run(context, identity, run_id)
+    return render(request, "runs/_conversation.html", {"run": run, "talk": chat_panel.talk_fields(run)}, viewer=identity)
+
+
+@router.post("/runs/{run_id}/partials/chats")
+def ask_in_panel(request: Request, identity: PageUser, context: Context, form: Form, run_id: str) -> HTMLResponse:
+    """Queue a question; the panel comes back with its place in the queue, or with the reason why it was refused."""
+    try:
+        made = chats.submit_chat(context, identity, run_id, chat_panel.read_chat_request(form), form.get("idempotency_key") or None)
+    except LohanError as error:
+        return _panel_alone(request, context, identity, run_id, form.get("shown") or chat_panel.NEW, form=form, problem=error)
+    return _panel_alone(request, context, identity, run_id, made.run.id)
+
+
+@router.post("/runs/{run_id}/partials/chats/{chat_id}/{wanted}")
+def ask_of_chat(
+    request: Request, identity: PageUser, context: Context, form: Form, run_id: str, chat_id: str, wanted: requests.Request
+) -> HTMLResponse:
+    """Cancel the answer, or ask once more; the panel comes back."""
+    try:
+        address = _ask(context, identity, chat_id, wanted, form)
+    except LohanError as error:
+        return _panel_alone(request, context, identity, run_id, chat_id, problem=error)
+    return _panel_alone(request, context, identity, run_id, address.rpartition("/")[2])
+
+
+@router.post("/runs/{run_id}/chats")
+def ask_model(request: Request, identity: PageUser, context: Context, form: Form, run_id: str) -> Response:
+    """The same without a script: the run's page comes back."""
+    try:
+        made = chats.submit_chat(context, identity, run_id, chat_panel.read_chat_request(form), form.get("idempotency_key") or None)
+    except LohanError as error:
+        run = service.get_run(context, identity, run_id)
+        if not chats.can_be_asked(context, run):
+            return _run_page(request, context, identity, run_id, error)
+        panel = _panel(context, identity, run, form.get("shown") or chat_panel.NEW, form=form, problem=error)
+        return _run_page(request, context, identity, run_id, panel=panel)
+    return RedirectResponse(f"/runs/{run_id}?chat={made.run.id}#chat", 303)
 
 
 @router.post("/runs/{run_id}/{wanted}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from lohan.config import Durability, EngineSection
-from lohan.events import EventType, ExitReason, FailureCause, Phase
+from lohan.events import EventType, ExitReason, FailureCause, FinishReason, Phase
 from lohan.units import GIB, format_bytes, format_count, format_duration
 from lohan_app.entities import TERMINAL_STATES, PauseCause, RunKind, RunState, Wanted
 from lohan_app.entities.base import now
@@ -25,10 +25,15 @@ PHASE_NAMES = {
     Phase.TRAINING: "Training",
     Phase.EXPORTING: "Exporting",
     Phase.MEASURING: "Measuring",
+    Phase.ANSWERING: "Answering",
 }
 # The evaluation comes twice; the others once, in this order.
 PHASE_LINE = (Phase.PREPARING_DATA, Phase.LOADING_MODEL, Phase.EVALUATING, Phase.TRAINING, Phase.EVALUATING, Phase.EXPORTING)
-OTHER_LINES = {RunKind.PROFILE: (Phase.MEASURING,), RunKind.EXPORT: (Phase.LOADING_MODEL, Phase.EXPORTING)}
+OTHER_LINES = {
+    RunKind.PROFILE: (Phase.MEASURING,),
+    RunKind.EXPORT: (Phase.LOADING_MODEL, Phase.EXPORTING),
+    RunKind.CHAT: (Phase.LOADING_MODEL, Phase.ANSWERING),
+}
 """The phases of runs that are no trainings."""
 OTHER_NAMES = {(RunKind.EXPORT, Phase.LOADING_MODEL): "Opening the states"}
 FIRST_EVALUATION, LAST_EVALUATION = 2, 4
@@ -56,6 +61,16 @@ FAILURE_WORDS: dict[str, str] = {
     FailureCause.HUNG: "its trainer hung",
 }
 """By `FailureCause`; a fault of the program has no shorter word than its message."""
+CHAT_FAILURE_WORDS: dict[str, str] = FAILURE_WORDS | {
+    FailureCause.DATA: "its conversation cannot be answered",
+    FailureCause.KILLED: "its process was killed",
+    FailureCause.HUNG: "its process hung",
+}
+FINISH_WORDS: dict[str, str] = {
+    FinishReason.END_OF_TEXT: "the model ended it",
+    FinishReason.LENGTH: "cut at the most tokens it may have",
+    FinishReason.CANCELLED: "cancelled",
+}
 PAUSE_TITLES = {PauseCause.REQUEST: "Paused", PauseCause.DISK_FULL: "Paused: a drive is full"}
 # The one thing a row of the list offers: the first of these that is possible. What cannot be taken back is on the run's own page.
 QUICK_ACTIONS = (
@@ -100,7 +115,7 @@ def summary_fields(run: RunDetail, *, tokens_per_second: float | None, may_write
         "is_terminal": is_terminal,
         "actions": _actions(run) if may_write else [],
         "pause_loses_all": run.state in ACTIVE_STATES and _durability(run) is Durability.NONE,
-        "failure_title": _failure_title(run),
+        "failure_title": failure_title(run),
         "pause_title": PAUSE_TITLES.get(run.pause_cause or PauseCause.REQUEST, "Paused"),
         "resume_text": _resume_text(run),
         "is_silent": _is_silent(run),
@@ -127,8 +142,10 @@ def _durability(run: RunDetail) -> Durability:
         return Durability.NONE
 
 
-def _failure_title(run: RunView) -> str:
-    words = FAILURE_WORDS.get(str((run.problem or {}).get("cause")))
+def failure_title(run: RunView) -> str:
+    """What failed, in a line."""
+    known = CHAT_FAILURE_WORDS if run.kind is RunKind.CHAT else FAILURE_WORDS
+    words = known.get(str((run.problem or {}).get("cause")))
     return f"This run failed: {words}" if words else "This run failed"
 
 
@@ -235,6 +252,8 @@ def describe_events(events: Iterable[Any]) -> list[dict[str, Any]]:
     told: list[dict[str, Any]] = []
     phase: tuple[int, str] | None = None
     for event in events:
+        if event.type == EventType.ANSWER_PART:
+            continue
         if event.type == EventType.PHASE:
             current = (event.attempt, str(event.fields.get("phase", "")))
             if current == phase:
@@ -265,6 +284,8 @@ def _describe(kind: str, fields: dict[str, Any], attempt: int) -> tuple[str, str
             return "", f"Mean loss over {fields.get('rows', 'the same')} rows {when}: {value}"
         case EventType.PLAN_CORRECTED:
             return "", str(fields.get("detail") or "The plan was corrected by what the first steps took")
+        case EventType.ANSWER:
+            return "", f"Answered: {answer_note(fields)}"
         case EventType.NOTE:
             return "", str(fields.get("message", ""))
         case EventType.WARNING:
@@ -273,6 +294,19 @@ def _describe(kind: str, fields: dict[str, Any], attempt: int) -> tuple[str, str
             return _describe_exit(fields)
         case _:
             return "", kind
+
+
+def answer_note(fields: Mapping[str, Any]) -> str:
+    """How long an answer is, how fast it came, and why it ends: as far as it is known."""
+    read, written, speed = (fields.get(name) for name in ("prompt_tokens", "answer_tokens", "tokens_per_second"))
+    told = [
+        f"{read:,} tokens read" if isinstance(read, int) else "",
+        f"{written:,} written" if isinstance(written, int) else "",
+        f"{speed:,.1f} tokens/s" if isinstance(speed, int | float) else "",
+        FINISH_WORDS.get(str(fields.get("finish_reason")), ""),
+        f"seed {fields['seed']}" if isinstance(fields.get("seed"), int) else "",
+    ]
+    return ", ".join(part for part in told if part)
 
 
 def _describe_exit(fields: dict[str, Any]) -> tuple[str, str]:
@@ -299,12 +333,17 @@ def _describe_request(run: RunDetail) -> list[tuple[str, str]]:
     request = run.settings.get(run.kind, {})
     if run.kind is RunKind.EXPORT:
         return [("Weights", str(request.get("dtype", MISSING)))]
+    if run.kind is RunKind.CHAT:
+        names = {"device": "Device", "max_new_tokens": "Tokens at most", "temperature": "Temperature", "top_p": "Top-p", "seed": "Seed"}
+        told = [(label, _setting(name, request[name])) for name, label in names.items() if request.get(name) is not None]
+        gpu_bytes = run.settings.get(NEEDS, {}).get("gpu_bytes", 0)
+        return [*told, *([("GPU memory reserved", format_bytes(gpu_bytes))] if gpu_bytes else [])]
     return [("Device", str(request.get("device", MISSING))), ("Drives", "Measured" if request.get("drives") else "Left out")]
 
 
 def _setting(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{value / GIB:g} GiB"
-    if name in ("learning_rate", "weight_decay", "epochs", "max_gradient_norm", "snapshot_minutes"):
+    if name in ("learning_rate", "weight_decay", "epochs", "max_gradient_norm", "snapshot_minutes", "temperature", "top_p"):
         return format_rate(value)
     return format_integer(value) if isinstance(value, int) else str(value)

@@ -83,9 +83,10 @@ def list_runs(
     after: str | None,
     limit: int,
     kind: RunKind | None = None,
+    except_kind: RunKind | None = None,
     parent_id: str | None = None,
 ) -> list[NamedRun]:
-    """Newest first, without plans and settings; of all owners, states, kinds and parents where these are None."""
+    """Newest first, without plans and settings; of all owners, states, kinds (but `except_kind`) and parents where these are None."""
     query = _NAMED.options(*_WITHOUT_PLANS).where(Run.deleted_at.is_(None)).order_by(Run.id.desc()).limit(limit)
     if owner_id is not None:
         query = query.where(Run.owner_id == owner_id)
@@ -93,6 +94,8 @@ def list_runs(
         query = query.where(Run.state.in_(list(states)))
     if kind is not None:
         query = query.where(Run.kind == kind)
+    if except_kind is not None:
+        query = query.where(Run.kind != except_kind)
     if parent_id is not None:
         query = query.where(Run.parent_id == parent_id)
     if after is not None:
@@ -160,6 +163,26 @@ def recorded_events(session: Session, run_id: str, limit: int) -> Sequence[RunEv
     """The last `limit` events of the run other than steps, oldest first."""
     query = select(RunEvent).where(RunEvent.run_id == run_id).order_by(RunEvent.attempt.desc(), RunEvent.seq.desc()).limit(limit)
     return session.scalars(query).all()[::-1]
+
+
+def answer_of(session: Session, run_id: str) -> dict[str, Any] | None:
+    """What a chat's latest attempt has answered, as the fields of `AnswerView`; None before its first words."""
+    query = select(RunEvent).where(RunEvent.run_id == run_id, RunEvent.type.in_([EventType.ANSWER, EventType.ANSWER_PART]))
+    events = session.scalars(query.order_by(RunEvent.attempt, RunEvent.seq)).all()
+    if not events:
+        return None
+    latest = [event.fields for event in events if event.attempt == events[-1].attempt]
+    if events[-1].type == EventType.ANSWER:
+        return dict(latest[-1])
+    return {"text": "".join(str(fields.get("text", "")) for fields in latest)}
+
+
+def chats_of(session: Session, run_id: str, *, owner_id: str | None, limit: int) -> Sequence[Run]:
+    """Chats with the run, newest first, with their settings; of all owners for None."""
+    query = select(Run).where(Run.parent_id == run_id, Run.kind == RunKind.CHAT, Run.deleted_at.is_(None))
+    if owner_id is not None:
+        query = query.where(Run.owner_id == owner_id)
+    return session.scalars(query.order_by(Run.id.desc()).limit(limit)).all()
 
 
 def last_cursor(session: Session, run_id: str) -> Cursor:

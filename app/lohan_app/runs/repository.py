@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from sqlalchemy import CursorResult, case, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, CursorResult, case, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -139,7 +139,9 @@ def get_run(session: Session, run_id: str) -> Run | None:
 
 def unfinished_retry(session: Session, run_id: str) -> str | None:
     """Id of the run that does again what this one was to do and has not ended; None where there is none."""
-    retries = select(Run.id).where(Run.parent_id == run_id, Run.kind != RunKind.EXPORT, Run.state.not_in(TERMINAL_STATES))
+    retries = select(Run.id).where(
+        Run.parent_id == run_id, Run.kind.not_in([RunKind.EXPORT, RunKind.CHAT]), Run.state.not_in(TERMINAL_STATES)
+    )
     return session.scalars(retries).first()
 
 
@@ -149,10 +151,36 @@ def unfinished_exports(session: Session) -> dict[str, Run]:
     return {run.parent_id: run for run in session.scalars(query) if run.parent_id is not None}
 
 
-def mark_deleted(session: Session, run_id: str, at: datetime) -> None:
-    """Take a run that has ended out of everybody's sight."""
-    statement = update(Run).where(Run.id == run_id, Run.state.in_(TERMINAL_STATES)).values(deleted_at=at)
-    session.execute(statement.execution_options(synchronize_session=False))
+def unfinished_chat(session: Session, run_id: str) -> Run | None:
+    """A chat that asks the run's result, or is going to; None where there is none."""
+    return session.scalars(select(Run).where(_chats_with(run_id), Run.state.not_in(TERMINAL_STATES))).first()
+
+
+def mark_deleted(session: Session, run_id: str, at: datetime) -> list[str]:
+    """Take a run that has ended out of everybody's sight, and the chats with it; returns the ids of the chats."""
+    goes = ((Run.id == run_id) | _chats_with(run_id)) & Run.deleted_at.is_(None) & Run.state.in_(TERMINAL_STATES)
+    chats = list(session.scalars(select(Run.id).where(goes, Run.id != run_id)))
+    session.execute(update(Run).where(goes).values(deleted_at=at).execution_options(synchronize_session=False))
+    return chats
+
+
+def chats_deleted_with(session: Session, run: Run) -> Sequence[Run]:
+    """Of a deleted run the chats that went with it, their rows held."""
+    query = select(Run).where(_chats_with(run.id), Run.deleted_at == run.deleted_at)
+    return session.scalars(query.with_for_update()).all()
+
+
+def forget_words(session: Session, run: Run) -> None:
+    """Remove what was said in a deleted chat, whose row stays: questions and answers."""
+    if run.kind is not RunKind.CHAT:
+        return
+    run.settings = {name: value for name, value in run.settings.items() if name != RunKind.CHAT}
+    run.problem, run.state_reason = None, ""
+    session.execute(delete(RunEvent).where(RunEvent.run_id == run.id).execution_options(synchronize_session=False))
+
+
+def _chats_with(run_id: str) -> ColumnElement[bool]:
+    return (Run.parent_id == run_id) & (Run.kind == RunKind.CHAT)
 
 
 def runs_in(session: Session, states: Iterable[RunState]) -> Sequence[Run]:
@@ -191,6 +219,7 @@ def record_events(session: Session, run_id: str, *, epoch: int, events: Sequence
         if event.type == EventType.STARTED:
             _forget_undone_steps(session, run_id, event)
     _insert_events(session, run_id, [event for event in usable if event.type != EventType.STEP])
+    _forget_answer_parts(session, run_id, usable)
     _upsert_metrics(session, run_id, [event for event in usable if event.type == EventType.STEP])
 
 
@@ -262,6 +291,8 @@ def _summary(events: Sequence[Event]) -> dict[str, Any]:
             case EventType.STEP:
                 columns |= {"step": _integer(fields.get("step")), "loss": _number(fields.get("loss"))}
                 columns |= {"total_steps": _integer(fields.get("total_steps")), "eta_seconds": _number(fields.get("eta_seconds"))}
+            case EventType.ANSWER_PART:
+                columns["phase_progress"] = _number(fields.get("progress"))
             case EventType.EVALUATION:
                 column = "first_loss" if fields.get("when") == "before" else "last_loss"
                 columns[column] = _number(fields.get("loss"))
@@ -302,6 +333,16 @@ def _forget_undone_steps(session: Session, run_id: str, started: Event) -> None:
         .execution_options(synchronize_session=False)
     )
     curves.refresh(session, run_id, first_step=resumed_step(started.fields) + 1, last_step=INT32_MAX)
+
+
+def _forget_answer_parts(session: Session, run_id: str, events: Sequence[Event]) -> None:
+    """The pieces of an answer are for whoever reads it while it grows: the whole answer, and an attempt that begins it anew, make them
+    many rows that say nothing."""
+    begun = max((event.attempt for event in events if event.type == EventType.STARTED), default=0)
+    whole = max((event.attempt for event in events if event.type == EventType.ANSWER), default=0)
+    if begun > 1 or whole:
+        parts = delete(RunEvent).where(RunEvent.run_id == run_id, RunEvent.type == EventType.ANSWER_PART)
+        session.execute(parts.where(RunEvent.attempt <= max(begun - 1, whole)).execution_options(synchronize_session=False))
 
 
 def _insert_events(session: Session, run_id: str, events: Sequence[Event]) -> None:

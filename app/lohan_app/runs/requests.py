@@ -83,7 +83,7 @@ _NO_HALF = "it keeps nothing that it could go on from, nor a part of its result:
 _NO_DRAFT = "drafts are of training runs: ask for it anew, where it was asked for first"
 _UNKNOWN = {Request.SUBMIT: _NO_DRAFT, Request.PAUSE: _NO_HALF, Request.STOP: _NO_HALF, Request.CLONE: _NO_DRAFT}
 UNKNOWN: Mapping[RunKind, Mapping[Request, str]] = MappingProxyType(
-    {RunKind.TRAIN: MappingProxyType({}), RunKind.PROFILE: MappingProxyType(_UNKNOWN), RunKind.EXPORT: MappingProxyType(_UNKNOWN)}
+    {kind: MappingProxyType({} if kind is RunKind.TRAIN else _UNKNOWN) for kind in RunKind}
 )
 """What runs of a kind cannot be asked in any state, and why. Stopped by force, they are cancelled: there is nothing to pause them at."""
 # What is still possible while a cancellation is under way: it is never taken back.

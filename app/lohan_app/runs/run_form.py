@@ -120,7 +120,7 @@ def read_plan_request(form: Mapping[str, str]) -> PlanRequest:
 
 def read_priority(form: Mapping[str, str]) -> int:
     """Raises FormError."""
-    return read_form(RunChange, {"priority": _whole_number(form.get("priority", "").strip())}).priority
+    return read_form(RunChange, {"priority": whole_number(form.get("priority", "").strip())}).priority
 
 
 def read_run_request(form: Mapping[str, str], *, fallback_name: str) -> RunRequest:
@@ -136,9 +136,9 @@ def read_run_request(form: Mapping[str, str], *, fallback_name: str) -> RunReque
 
 def _kept_days(form: Mapping[str, str]) -> dict[str, Any]:
     text = form.get(KEEP_STATES_DAYS, "").strip()
-    return {KEEP_STATES_DAYS: _whole_number(text)} if text else {}
+    return {KEEP_STATES_DAYS: whole_number(text)} if text else {}
 
 
-def _whole_number(text: str) -> int | str:
+def whole_number(text: str) -> int | str:
     """A whole number as such, where requests take no text for one; anything else as it was sent, to be refused with the field's name."""
     return int(text) if WHOLE_NUMBER.fullmatch(text) else text

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lohan.config import ActivationPolicy, EngineSection, Precision, TrainingSection, UnsafeFilesystems
+from lohan.data.conversation import Conversation
+from lohan.events import FinishReason
 from lohan_app.auth.schemas import DisplayName
 from lohan_app.entities import Metric, PauseCause, RunKind, RunState, Wanted
 from lohan_app.runs.line import QueuePlace
@@ -109,6 +111,31 @@ class ExportRequest(BaseModel):
     """Of the weights; by default the run's precision. fp32 are the master weights."""
 
 
+class ChatRequest(Conversation):
+    """A conversation that a run's result is to answer."""
+
+    device: Annotated[str, Field(min_length=1, max_length=64)] = "auto"
+    """As in `EngineRequest`."""
+    follows: RecordId | None = None
+    """A chat with the same run that has been answered: `messages` then hold only what is new."""
+
+
+class AnswerView(BaseModel):
+    """What a chat has been answered; null where the answer is not complete."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int | None = None
+    answer_tokens: int | None = None
+    seconds: float | None = None
+    """From the first look at the conversation to the last token; loading the model is not in it."""
+    first_token_seconds: float | None = None
+    tokens_per_second: float | None = None
+    """After the first token."""
+    seed: int | None = None
+    """Null where the likeliest token was taken each time."""
+
+
 class RunView(BaseModel):
     """A run as it stands."""
 
@@ -120,7 +147,7 @@ class RunView(BaseModel):
     owner_id: str
     owner_name: str
     parent_id: str | None
-    """The run that it is a retry of; of an export the training whose states it reads."""
+    """The run that it is a retry of; of an export the training whose states it reads, of a chat the run whose result it asks."""
     name: str
     base_model_id: str | None
     """Null for a measurement without a model."""
@@ -178,6 +205,8 @@ class RunDetail(RunView):
     """What a step is foreseen to take since the first steps corrected the forecast; null where they have not."""
     queue_place: QueuePlace | None = None
     """Of a queued run."""
+    answer: AnswerView | None = None
+    """Of a chat, as far as it has come; null before its first words."""
 
 
 class RunChange(BaseModel):
@@ -193,9 +222,9 @@ def view_of(named: NamedRun) -> RunView:
     return RunView.model_validate(_fields(named, RunView))
 
 
-def detail_of(named: NamedRun, place: QueuePlace | None) -> RunDetail:
-    """The run with its settings, plans and place in the queue."""
-    return RunDetail.model_validate(_fields(named, RunDetail, queue_place=place))
+def detail_of(named: NamedRun, place: QueuePlace | None, answer: dict[str, Any] | None = None) -> RunDetail:
+    """The run with its settings, plans and place in the queue; `answer`: of a chat."""
+    return RunDetail.model_validate(_fields(named, RunDetail, queue_place=place, answer=answer))
 
 
 def _fields(named: NamedRun, kind: type[RunView], **others: Any) -> dict[str, Any]:

@@ -287,11 +287,15 @@ def list_runs(
     limit: int = DEFAULT_LIMIT,
     states: Collection[RunState] | None = None,
     kind: RunKind | None = None,
+    except_kind: RunKind | None = None,
 ) -> Page[RunView]:
-    """The user's runs in one of `states` (None: in any) and of `kind`, newest first; an administrator's list has everybody's."""
+    """The user's runs in one of `states` (None: in any), of `kind` (None: of any but `except_kind`), newest first; an administrator's list
+    has everybody's."""
     owner_id = None if identity.is_admin else identity.user_id
     with read_transaction(context.engine) as session:
-        rows = queries.list_runs(session, owner_id=owner_id, states=states, after=after, limit=limit + 1, kind=kind)
+        rows = queries.list_runs(
+            session, owner_id=owner_id, states=states, after=after, limit=limit + 1, kind=kind, except_kind=except_kind
+        )
     return make_page(rows, limit, view_of, lambda row: row.run.id)
 
 
@@ -302,9 +306,10 @@ def get_run(context: AppContext, identity: Identity, run_id: str) -> RunDetail:
 
 
 def detail(session: Session, named: queries.NamedRun) -> RunDetail:
-    """The run with its settings, plans and place in the queue."""
+    """The run with its settings, plans, place in the queue, and what it has answered."""
     place = places_in_queue(session).get(named.run.id) if named.run.state is RunState.QUEUED else None
-    return detail_of(named, place)
+    answer = queries.answer_of(session, named.run.id) if named.run.kind is RunKind.CHAT else None
+    return detail_of(named, place, answer)
 
 
 def places_in_queue(session: Session) -> dict[str, QueuePlace]:
@@ -415,6 +420,8 @@ def export_of(context: AppContext, identity: Identity, run_id: str) -> tuple[Pat
         run = visible(session, identity, run_id).run
     if run.kind is RunKind.PROFILE:
         raise Conflict("a measurement has nothing to download", place=run_id, remedy="Its figures are on the hardware page.")
+    if run.kind is RunKind.CHAT:
+        raise Conflict("a chat has nothing to download", place=run_id, remedy="Its answer is in `answer` of GET /api/v1/runs/{id}.")
     folder = context.settings.run_folder(run_id) / "export"
     if run.state is not RunState.SUCCEEDED:
         raise Conflict(f"the run is {run.state}, and has no result", place=run_id, remedy="A run that succeeded can be downloaded.")

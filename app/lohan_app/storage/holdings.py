@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session
 
-from lohan_app.entities import TERMINAL_STATES, Dataset, Run
+from lohan_app.entities import TERMINAL_STATES, Dataset, Run, RunKind
 from lohan_app.settings import Settings
 from lohan_app.storage import repository
 from lohan_app.storage.report import RUN_ID, Held, Kind, StorageReport, named
@@ -36,7 +36,7 @@ def trashed(session: Session, settings: Settings, report: StorageReport | None, 
             bytes=sizes.get(run.id),
         )
         for run, owner_name in repository.deleted_runs(session, ids, owner_id)
-        if run.deleted_at is not None
+        if run.deleted_at is not None and not (run.kind is RunKind.CHAT and run.parent_id in ids)  # those are restored with it
     ]
 
 

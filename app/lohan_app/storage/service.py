@@ -6,9 +6,9 @@ from lohan_app.auth.repository import add_audit_entry
 from lohan_app.auth.schemas import Identity
 from lohan_app.context import AppContext
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import TERMINAL_STATES, RunKind
+from lohan_app.entities import TERMINAL_STATES, Run, RunKind
 from lohan_app.errors import Conflict, NotFound
-from lohan_app.runs.repository import lock_run
+from lohan_app.runs.repository import chats_deleted_with, lock_run
 from lohan_app.runs.schemas import RunDetail
 from lohan_app.runs.service import check_at_rest, check_quota, get_run, visible
 from lohan_app.storage import quota, repository
@@ -63,13 +63,13 @@ def states_expiry_of(context: AppContext, identity: Identity, run_id: str) -> Ex
 
 
 def restore(context: AppContext, identity: Identity, run_id: str) -> RunDetail:
-    """Take a deleted run out of the trash, with its result, log and curve. Restored twice is restored once.
+    """Take a deleted run out of the trash, with its result, log and curve, and the chats that went with it. Restored twice is once.
 
     Its states are not in the trash: they were removed with the deletion.
 
     Raises:
         NotFound: there is no such run that this user may see.
-        Conflict: the trash has been emptied.
+        Conflict: the trash has been emptied, or the run is a chat with one that is deleted.
         QuotaExceeded: its owner's quota has no room for it any more.
     """
     settings = context.settings
@@ -80,8 +80,14 @@ def restore(context: AppContext, identity: Identity, run_id: str) -> RunDetail:
         if run.deleted_at is not None:
             need_bytes = occupied_bytes(settings.data_dir / "trash" / run_id)
             check_quota(session, context, identity, run.owner_id, need_bytes)
+            parent = session.get(Run, run.parent_id) if run.kind is RunKind.CHAT and run.parent_id is not None else None
+            if parent is not None and parent.deleted_at is not None:
+                raise Conflict("the run that the chat asked is deleted too", place=run_id, remedy=f"Restore {parent.id} first.")
             if not take_from_trash(settings, run_id):
                 raise Conflict("the run's trash has been emptied: nothing is left of it", place=run_id, remedy="Start a new run.")
+            for chat in chats_deleted_with(session, run):
+                if take_from_trash(settings, chat.id):
+                    chat.deleted_at = None
             run.deleted_at = None
             add_audit_entry(session, user_id=identity.user_id, action="run.restore", subject=run_id, address=identity.address)
     return get_run(context, identity, run_id)

@@ -86,11 +86,12 @@ def _fields(context: AppContext, identity: Identity) -> dict[str, Any]:
     if queued:
         places = runs.queue_places(context)
         queued.sort(key=lambda run: places[run.id].position if run.id in places else 0)
-    finished = runs_in(frozenset(TERMINAL_STATES), FINISHED_SHOWN)
+    # Somebody who chats has made a dozen runs in an hour: what was trained stays in sight.
+    finished = runs.list_runs(context, identity, limit=FINISHED_SHOWN, states=TERMINAL_STATES, except_kind=RunKind.CHAT).items
     steps = _first_steps(
         has_model=bool(base_models.list_models(context).items),
         has_dataset=bool(datasets.list_datasets(context, identity, limit=1).items),
-        has_run=any(run.kind is RunKind.TRAIN for run in (*running, *queued, *finished)),
+        has_run=bool(runs.list_runs(context, identity, limit=1, kind=RunKind.TRAIN).items),
     )
     return {
         "first_steps": steps,

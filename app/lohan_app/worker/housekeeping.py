@@ -21,7 +21,7 @@ from sqlalchemy.orm import Session
 from lohan_app.db import read_transaction, write_transaction
 from lohan_app.entities import Run
 from lohan_app.entities.base import now
-from lohan_app.runs.repository import lock_run
+from lohan_app.runs.repository import forget_words, lock_run
 from lohan_app.settings import Settings
 from lohan_app.storage import repository
 from lohan_app.storage.report import DATASET_ID, PART, RUN_ID, TRASH_ID, Kind, StorageReport, measure, named, report_path
@@ -151,7 +151,10 @@ class Housekeeper:
         """Asked again under the row's lock: a run that was restored meanwhile keeps what it has."""
         with write_transaction(self._engine) as session:
             run = lock_run(session, run_id)
-            return run is not None and run.deleted_at is not None and put_aside_trash(self._settings, run_id)
+            if run is None or run.deleted_at is None or not put_aside_trash(self._settings, run_id):
+                return False
+            forget_words(session, run)
+            return True
 
     def _is_still_due(self, session: Session, run: Run) -> bool:
         expiry = states_expiry(run, self._rules)

@@ -71,6 +71,10 @@ class RunFiles:
         return self.folder / "plan.json"
 
     @property
+    def conversation(self) -> Path:
+        return self.folder / "chat.json"
+
+    @property
     def tokens(self) -> Path:
         return self.folder / "tokens.safetensors"
 

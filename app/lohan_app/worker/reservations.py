@@ -83,6 +83,8 @@ class Need:
     spare_ram_bytes: int = 0
     """Of the host memory, copies of states that the plan put there and that the run can do without: it then reads them from the drives."""
     gpu_bytes: int = 0
+    gpu_drift: float = GPU_DRIFT
+    """Share of a GPU's memory that may be missing of it: 0 for what has no plan that could be made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class Held:
 
 def held_by(run: Run, folders: Sequence[Path]) -> Held:
     """What an active run holds. Memory and files are taken before the first step; an attempt that has not come to one is about to."""
-    is_settled = run.step > 0 and run.phase in _SETTLED_PHASES
+    is_settled = (run.step > 0 and run.phase in _SETTLED_PHASES) or run.phase == Phase.ANSWERING
     return Held(run.name, run.devices, run.reserved_ram_bytes, run.reserved_space(folders), is_settled)
 
 
@@ -159,7 +161,8 @@ def need_of(run: Run, folders: Sequence[Path], *, states: Mapping[str, int], pla
     """
     if run.kind is not RunKind.TRAIN:
         needs = needs_of(run)
-        return Need(needs.device, needs.ram_bytes, even_shares(needs.ssd_bytes, folders))
+        space = even_shares(needs.ssd_bytes, folders)
+        return Need(needs.device, needs.ram_bytes, space, gpu_bytes=needs.gpu_bytes, gpu_drift=0.0)
     engine = run.settings.get("engine", {})
     plan, asked = plan or run.started_plan or run.plan or {}, engine.get("ram_state_bytes", RamStates.AUTO)
     # Without durability, what lies in RAM has no place on the drives.
@@ -202,7 +205,7 @@ def free_devices(need: Need, machine: Machine, active: Sequence[Held]) -> list[s
     """Devices that the run could get now, best first, none for one that asks for none; or who has them."""
     if need.device == NO_DEVICE:
         return []
-    suitable = _suitable(machine.devices, need.device)
+    suitable = suitable_devices(machine.devices, need.device)
     if not suitable:
         return f"It asks for the device {need.device!r}, and runs may use {', '.join(machine.devices) or 'none'} (LOHAN_DEVICES)."
     taken = {device: run.name for run in active for device in run.devices}
@@ -210,7 +213,7 @@ def free_devices(need: Need, machine: Machine, active: Sequence[Held]) -> list[s
     short = {
         device: gpu
         for device in suitable
-        if device not in taken and (gpu := machine.gpus.get(device)) and gpu.free_bytes < need.gpu_bytes - GPU_DRIFT * gpu.total_bytes
+        if device not in taken and (gpu := machine.gpus.get(device)) and gpu.free_bytes < need.gpu_bytes - need.gpu_drift * gpu.total_bytes
     }
     free = [device for device in suitable if not (device in taken or strangers.get(device) or device in short)]
     if free:
@@ -274,7 +277,7 @@ def without(active: Iterable[Held], machine: Machine) -> Machine:
     )
 
 
-def _suitable(devices: Sequence[str], asked: str) -> list[str]:
+def suitable_devices(devices: Sequence[str], asked: str) -> list[str]:
     """Those of `devices` that a run which asks for `asked` may get; `cuda:N` is the N-th GPU of the list."""
     gpus = [device for device in devices if not device.startswith("cpu")]
     by_name = {"auto": list(devices), "cuda": gpus, "cpu": [device for device in devices if device.startswith("cpu")]}

@@ -214,6 +214,8 @@ class Supervisor:
         for event in events:
             if event.type == EventType.STARTED:
                 self._pulse.step_seconds = None
+            elif event.type == EventType.ANSWER_PART:
+                self._pulse.step_seconds = 0.0  # an answer that has begun goes on, as a training does after its first step
             elif event.type == EventType.STEP:
                 seconds = event.fields.get("step_seconds")
                 self._pulse.step_seconds = float(seconds) if isinstance(seconds, int | float) else 0.0

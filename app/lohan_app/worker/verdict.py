@@ -179,7 +179,7 @@ def _words(end: TrainerEnd) -> tuple[str, str, FailureCause]:
     if end.kernel_out_of_memory and end.status in (None, -signal.SIGKILL):
         return (
             "The host ran out of memory and the kernel ended the trainer (SIGKILL)",
-            "Lower engine.host_memory_bytes, the batch size or the sequence length, or end other programs.",
+            "Let a training take less (engine.host_memory_bytes, batch size, sequence length), ask a chat for less, or end other programs.",
             FailureCause.HOST_MEMORY,
         )
     if end.status is None:

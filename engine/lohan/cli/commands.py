@@ -34,7 +34,7 @@ ResumeFrom = Annotated[
 
 
 class ExitCode(IntEnum):
-    """Of `lohan train`, `lohan export` and `lohan profile --job`; supervisors read them."""
+    """Of `lohan train`, `lohan export`, `lohan chat` and `lohan profile --job`; supervisors read them."""
 
     SUCCEEDED = 0
     FAILED = 1

@@ -117,6 +117,31 @@ def render_chat(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], s
     return _unshield(text, trained, spelling_of)
 
 
+def render_prompt(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], special_tokens: Sequence[str]) -> RenderedChat:
+    """What the model reads of a conversation that it is to answer: nothing of it is trained.
+
+    Args:
+        special_tokens: as of `render_chat`.
+
+    Raises:
+        DataError: the template refuses the conversation.
+    """
+    shielded, spelling_of = _shield([message["content"] for message in messages], special_tokens)
+    turns = [{**message, "content": content} for message, content in zip(messages, shielded, strict=True)]
+    return _unshield(template.render(turns, add_generation_prompt=True), [], spelling_of)
+
+
+def render_plain_prompt(messages: Sequence[Mapping[str, Any]], *, end_of_text: str, special_tokens: Sequence[str]) -> RenderedChat:
+    """The same for a model without a chat template: contents behind each other, an answer's with the end of text, nothing between.
+
+    That is what a prompt/completion row of such a model is (`render_completion`), and a row behind it.
+    """
+    shielded, spelling_of = _shield([message["content"] for message in messages], special_tokens)
+    endings = [end_of_text if message["role"] == "assistant" else "" for message in messages]
+    text = "".join(content + ending for content, ending in zip(shielded, endings, strict=True))
+    return _unshield(text, [], spelling_of)
+
+
 def render_completion(prompt: str, completion: str, *, end_of_text: str, special_tokens: Sequence[str]) -> RenderedChat:
     """The plain form of a prompt/completion row, for a model without a chat template: prompt, completion, end of text, nothing between."""
     (prompt, completion), spelling_of = _shield([prompt, completion], special_tokens)

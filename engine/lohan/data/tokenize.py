@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from lohan.data.chat import ChatTemplate, RenderedChat, render_chat, render_completion
+from lohan.data.chat import ChatTemplate, RenderedChat, render_chat, render_completion, render_plain_prompt, render_prompt
 from lohan.data.formats import Row, RowFormat
 from lohan.errors import DataError, ModelError
 
@@ -25,6 +27,15 @@ UNTRAINED = -100
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_SETTINGS_BYTES = 16 * 1024 * 1024
+_MAX_TURN_TOKENS = 4096
+"""Of a turn of one letter, with what a template writes around it."""
+
+
+class SpecialTokens(StrEnum):
+    """What becomes of them in a text."""
+
+    SHOW = "show"
+    LEAVE_OUT = "leave_out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +140,35 @@ class Tokenizer:
             raise DataError(f"no token of the row is trained{reason}", remedy="Raise training.sequence_length, or leave the row out.")
         return tokens
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of `ids`, special tokens included."""
-        return self._backend.decode(ids, skip_special_tokens=False)
+    def encode_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a conversation (role and content of each message) that the model is to answer.
+
+        They are those that `encode_row` puts before an answer that is trained. Without a chat template contents follow each other, see
+        `render_plain_prompt`, behind whatever the tokenizer puts before every text.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        if self.template is not None:
+            return self._encode(render_prompt(self.template, messages, self._special_spellings))[0]
+        end_of_text = self.special_tokens.get("eos_token", "")
+        chat = render_plain_prompt(messages, end_of_text=end_of_text, special_tokens=self._special_spellings)
+        return [*self._around[0], *self._encode(chat)[0]]
+
+    def end_ids(self) -> set[int]:
+        """Tokens that end an answer: the end of text, and the special token with which a trained turn of the template ends."""
+        ends = {self._backend.token_to_id(self.special_tokens.get("eos_token", ""))} - {None}
+        if self.template is not None:
+            talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+            with suppress(DataError):  # a template that wants something else in a conversation says nothing about its turns' end
+                row = self.encode_row(Row(1, talk), sequence_length=len(talk) * _MAX_TURN_TOKENS)
+                last = next(label for label in reversed(row.labels) if label != UNTRAINED)
+                ends |= {last} & self._special_ids
+        return {token for token in ends if token is not None}
+
+    def decode(self, ids: list[int], *, special: SpecialTokens = SpecialTokens.SHOW) -> str:
+        """The text of `ids`."""
+        return self._backend.decode(ids, skip_special_tokens=special is SpecialTokens.LEAVE_OUT)
 
     def _encode(self, chat: RenderedChat) -> tuple[list[int], list[int]]:
         encoding = self._backend.encode(chat.text, add_special_tokens=False)

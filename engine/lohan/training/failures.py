@@ -43,6 +43,7 @@ _LOST_GPU_TEXTS = (
     *("no cuda-capable device", "devices unavailable", "devices are busy or unavailable", "invalid device ordinal"),
     *("cuda error: unknown error", "system not yet initialized"),
 )
+TRAINING_MEMORY_REMEDY = "Use a smaller engine.micro_batch_size or training.sequence_length"
 _CAUSES: tuple[tuple[type[LohanError], FailureCause], ...] = (
     (NonFiniteError, FailureCause.NON_FINITE),
     # Found by a look before anything was written: the same fault as a write that the drive refuses, and no fault of the run.
@@ -61,9 +62,13 @@ def as_error(fault: Exception) -> LohanError:
     return _judge(fault)[0]
 
 
-def to_fields(fault: Exception) -> dict[str, Any]:
-    """`as_error` as an `exit` event carries it: `LohanError.to_dict()` and `cause`."""
-    error, cause = _judge(fault)
+def to_fields(fault: Exception, *, memory_remedy: str = TRAINING_MEMORY_REMEDY) -> dict[str, Any]:
+    """`as_error` as an `exit` event carries it: `LohanError.to_dict()` and `cause`.
+
+    Args:
+        memory_remedy: what makes the job smaller, as the beginning of a sentence.
+    """
+    error, cause = _judge(fault, memory_remedy)
     return {**error.to_dict(), "cause": str(cause)}
 
 
@@ -72,9 +77,9 @@ def is_out_of_space(fault: BaseException) -> bool:
     return any(isinstance(one, OSError) and one.errno in NO_SPACE for one in _chain(fault))
 
 
-def _judge(fault: Exception) -> tuple[LohanError, FailureCause]:
+def _judge(fault: Exception, memory_remedy: str = TRAINING_MEMORY_REMEDY) -> tuple[LohanError, FailureCause]:
     for one in _chain(fault):
-        named = _known(one)
+        named = _known(one, memory_remedy)
         if named is not None:
             return named
     if isinstance(fault, LohanError):
@@ -95,7 +100,7 @@ def _chain(fault: BaseException) -> Iterator[BaseException]:
         one = one.__cause__ if isinstance(one, LohanError) else None
 
 
-def _known(fault: BaseException) -> tuple[LohanError, FailureCause] | None:
+def _known(fault: BaseException, memory_remedy: str) -> tuple[LohanError, FailureCause] | None:
     """Faults of the machine that have a name and a remedy of their own."""
     import torch
 
@@ -105,9 +110,10 @@ def _known(fault: BaseException) -> tuple[LohanError, FailureCause] | None:
         return None
     text = str(fault).strip()
     if isinstance(fault, torch.OutOfMemoryError):
-        return _memory_error("GPU memory", "see what else uses the GPU", text.splitlines()[0]), FailureCause.GPU_MEMORY
+        remedy = f"{memory_remedy}, and see what else uses the GPU."
+        return _memory_error("GPU memory", remedy, text.splitlines()[0]), FailureCause.GPU_MEMORY
     if isinstance(fault, MemoryError) or "can't allocate memory" in text:
-        return _memory_error("host memory", "close other programs"), FailureCause.HOST_MEMORY
+        return _memory_error("host memory", f"{memory_remedy}, and close other programs."), FailureCause.HOST_MEMORY
     if isinstance(fault, RuntimeError) and _is_lost_gpu(fault):
         remedy = "See `nvidia-smi` and the kernel's log (dmesg, lines with Xid) on the server; the GPU or the machine may need a restart."
         return EngineError(f"the GPU stopped answering: {text.splitlines()[0]}", place="GPU", remedy=remedy), FailureCause.LOST_GPU
@@ -126,7 +132,7 @@ def _memory_error(memory: str, remedy: str, detail: str = "") -> CapacityError:
         need_bytes=0,
         have_bytes=0,
         place=memory,
-        remedy=f"Use a smaller engine.micro_batch_size or training.sequence_length, and {remedy}.",
+        remedy=remedy,
     )
 
 

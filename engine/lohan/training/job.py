@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from lohan.errors import StopRequested
 from lohan.events import EventType, ExitReason, Phase
-from lohan.training.failures import to_fields, write_stack
+from lohan.training.failures import TRAINING_MEMORY_REMEDY, to_fields, write_stack
 from lohan.training.reporter import Listener, Reporter, next_attempt
 from lohan.training.run_lock import hold_run
 from lohan.training.stopping import StopWatch
@@ -33,7 +33,13 @@ class Job(Protocol):
 
 
 def carry_out(
-    directory: Path, begin: Callable[[Reporter, StopWatch], Job], *, phase: Phase, attempt: int | None, listener: Listener | None
+    directory: Path,
+    begin: Callable[[Reporter, StopWatch], Job],
+    *,
+    phase: Phase,
+    attempt: int | None,
+    listener: Listener | None,
+    memory_remedy: str = TRAINING_MEMORY_REMEDY,
 ) -> ExitReason:
     """Do a job in `directory`; returns why it ended, as the last event does.
 
@@ -42,6 +48,7 @@ def carry_out(
         phase: which it begins with.
         attempt: which start of this job it is; 1 is the first. None takes the one after the last that wrote an event.
         listener: is told every event besides, for a terminal.
+        memory_remedy: what makes the job smaller where memory ran out, as the beginning of a sentence.
 
     Raises:
         RunLockedError: another process is at work in the folder; no event was written.
@@ -60,7 +67,7 @@ def carry_out(
         except KeyboardInterrupt:
             reason = ExitReason.INTERRUPTED
         except Exception as fault:  # noqa: BLE001 - whatever it was, the run's page must say it
-            error = to_fields(fault)
+            error = to_fields(fault, memory_remedy=memory_remedy)
             write_stack(directory, fault)
         finally:
             _say_goodbye(reporter, reason, error, stopped_step)
