@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 
@@ -11,13 +10,11 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from fixtures.runs import make_run
-from sqlalchemy import inspect, select, text
+from sqlalchemy import inspect, text
 from sqlalchemy.exc import OperationalError
 
-from lohan_app.db import alembic_config, create_db_engine, migrate, write_transaction
-from lohan_app.entities import Entity, Metric, RunCurve
-from lohan_app.runs import curves
+from lohan_app.db import alembic_config, create_db_engine, migrate
+from lohan_app.entities import Entity
 from lohan_app.settings import Settings
 
 
@@ -60,36 +57,6 @@ def test_processes_that_migrate_at_once_take_turns(settings: Settings):
     engine = create_db_engine(settings)
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT count(*) FROM alembic_version")) == 1
-    engine.dispose()
-
-
-@pytest.mark.database
-def test_steps_of_before_the_summary_are_summarised(settings: Settings):
-    engine = create_db_engine(settings)
-    runs = [make_run(settings, engine), make_run(settings, engine)]
-    command.downgrade(alembic_config(settings), "0003")
-    columns = "run_id, step, attempt, seq, time, loss, learning_rate, gradient_norm, tokens, tokens_per_second, step_seconds"
-    row = ":run, :step, 1, :step, 1e9, :loss, 0.1, NULL, 7, 1e300, 0.5"
-    rows = [
-        {"run": run_id, "step": step, "loss": None if step % 13 == 0 else math.sin(step + number)}
-        for number, run_id in enumerate(runs)
-        for step in range(1, 200, 1 + number)
-    ]
-    with write_transaction(engine) as session:
-        session.execute(text(f"INSERT INTO run_metrics ({columns}) VALUES ({row})"), rows)  # noqa: S608 - constants
-    migrate(settings)
-    everything = select(*RunCurve.__table__.c).order_by(RunCurve.run_id, RunCurve.metric, RunCurve.bucket)
-    with write_transaction(engine) as session:
-        migrated = session.execute(everything).all()
-        for run_id in runs:
-            curves.refresh(session, run_id, first_step=1, last_step=200)
-        made_anew = session.execute(everything).all()
-    assert len(migrated) == 2 * 7 * len(Metric)
-    totals = [(old.total, new.total) for old, new in zip(migrated, made_anew, strict=True)]
-    # The same 32 numbers, added in an order that the database chooses.
-    assert all(old == new or abs(old - new) <= 32**2 * 2.0**-53 * max(1.0, abs(old)) for old, new in totals)
-    place = migrated[0]._fields.index("total")
-    assert [row[:place] + row[place + 1 :] for row in migrated] == [row[:place] + row[place + 1 :] for row in made_anew]
     engine.dispose()
 
 
