@@ -8,15 +8,16 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fixtures.runs import set_run
 from fixtures.service import Person
 from fixtures.things import TINY, ready_dataset, ready_model, run_body
-from sqlalchemy import Engine, func, select, update
+from sqlalchemy import Engine, func, select
 from starlette.testclient import TestClient
 
 from lohan.planning.plan import Plan
 from lohan.planning.tiers import Tier
 from lohan_app.auth.schemas import Scope
-from lohan_app.db import read_transaction, write_transaction
+from lohan_app.db import read_transaction
 from lohan_app.entities import AuditEntry, BaseModelState, DatasetState, IdempotencyKey, Run, RunState, Wanted
 from lohan_app.settings import Settings
 
@@ -38,11 +39,6 @@ def submit(person: Person, body: dict, **headers: str):
 def run_count(engine: Engine) -> int:
     with read_transaction(engine) as session:
         return session.scalar(select(func.count()).select_from(Run)) or 0
-
-
-def set_run(engine: Engine, run_id: str, **values) -> None:
-    with write_transaction(engine) as session:
-        session.execute(update(Run).where(Run.id == run_id).values(**values))
 
 
 # ---------------------------------------------------------------- plans

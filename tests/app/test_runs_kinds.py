@@ -16,7 +16,7 @@ from fixtures.broker import Queues, running_broker
 from fixtures.processes import no_process_left
 from fixtures.quick_trainer import QUICK_COMMAND
 from fixtures.rows import messages_rows, write_jsonl
-from fixtures.runs import make_run, read_events, read_run
+from fixtures.runs import make_run, read_events, read_run, set_run
 from fixtures.service import Person, page_text
 from fixtures.simulated_machine import simulated_machine
 from fixtures.things import ready_model
@@ -56,11 +56,6 @@ def tick(settings: Settings, engine: Engine, queues: Queues) -> Iterator[Callabl
     reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=simulated_machine)
     yield reconciler.tick
     reconciler.close()
-
-
-def set_run(engine: Engine, run_id: str, **values: Any) -> None:
-    with write_transaction(engine) as session:
-        session.execute(update(Run).where(Run.id == run_id).values(**values))
 
 
 def owned(settings: Settings, engine: Engine, person: Person, **columns: Any) -> str:

@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fixtures.runs import set_run
 from fixtures.service import Person
 from fixtures.things import ready_dataset, ready_model, run_body
-from sqlalchemy import Engine, func, select, update
+from sqlalchemy import Engine, func, select
 from starlette.testclient import TestClient
 
 from lohan_app.auth.schemas import Scope
-from lohan_app.db import read_transaction, write_transaction
+from lohan_app.db import read_transaction
 from lohan_app.entities import AuditEntry, BaseModel, Dataset, PauseCause, Run, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.settings import Settings
@@ -38,11 +39,6 @@ def run_id(owner: Person, model: BaseModel, dataset: Dataset) -> str:
     reply = owner.client.post("/api/v1/runs", json=run_body(model, dataset))
     assert reply.status_code == 201, reply.text
     return str(reply.json()["id"])
-
-
-def set_run(engine: Engine, run_id: str, **values: Any) -> None:
-    with write_transaction(engine) as session:
-        session.execute(update(Run).where(Run.id == run_id).values(**values))
 
 
 def stored(engine: Engine, run_id: str) -> Run:

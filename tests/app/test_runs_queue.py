@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from fixtures.runs import make_run, read_run
+from fixtures.runs import make_run, read_run, set_run
 from fixtures.service import Person, page_text
 from fixtures.things import ready_dataset, ready_model, run_body
-from sqlalchemy import Engine, select, update
+from sqlalchemy import Engine, select
 
 from lohan.config import load_run_config
 from lohan.events import Event, FailureCause
@@ -21,7 +21,7 @@ from lohan.planning.fit import RAM_RESERVE_BYTES
 from lohan.planning.plan import Plan
 from lohan.planning.tiers import Tier
 from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import AuditEntry, DeviceUse, Run, RunState
+from lohan_app.entities import AuditEntry, DeviceUse, RunState
 from lohan_app.entities.base import now
 from lohan_app.runs import forecasts, repository
 from lohan_app.settings import Settings
@@ -46,11 +46,6 @@ def submit(settings: Settings, engine: Engine, model) -> Callable[..., str]:
         return reply.json()["id"]
 
     return queue
-
-
-def set_run(engine: Engine, run_id: str, **values: Any) -> None:
-    with write_transaction(engine) as session:
-        session.execute(update(Run).where(Run.id == run_id).values(**values))
 
 
 def get(person: Person, run_id: str) -> dict[str, Any]:

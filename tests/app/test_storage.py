@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from fixtures.runs import make_run, read_run
+from fixtures.runs import make_run, read_run, set_run
 from fixtures.service import Person, page_text
-from sqlalchemy import Engine, update
+from sqlalchemy import Engine
 
 from lohan.hardware.probe import probe
 from lohan.units import GIB, MIB, format_bytes
 from lohan_app.auth.schemas import Scope
 from lohan_app.db import write_transaction
-from lohan_app.entities import Dataset, DatasetState, Run, RunState
+from lohan_app.entities import Dataset, DatasetState, RunState
 from lohan_app.entities.base import new_id, now
 from lohan_app.errors import Unavailable
 from lohan_app.hardware.service import with_reserve
@@ -32,11 +32,6 @@ from lohan_app.worker.launcher import RunFiles
 from lohan_app.worker.processes import holding
 
 PLAN = {"parameters": 10, "precision": "bf16", "tiers": [{"tier": "ssd", "items": [{"name": "states", "bytes": 100}]}]}
-
-
-def set_run(engine: Engine, run_id: str, **values: Any) -> None:
-    with write_transaction(engine) as session:
-        session.execute(update(Run).where(Run.id == run_id).values(**values))
 
 
 def with_states(settings: Settings, engine: Engine, person: Person, state: RunState = RunState.FAILED, size: int = 10_000) -> str:

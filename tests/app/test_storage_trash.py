@@ -7,24 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.runs import make_run
+from fixtures.runs import make_run, set_run
 from fixtures.service import Person, page_text
 from fixtures.things import ready_dataset, ready_model
-from sqlalchemy import Engine, select, update
+from sqlalchemy import Engine, select
 
-from lohan_app.db import read_transaction, write_transaction
-from lohan_app.entities import AuditEntry, Run, RunState
+from lohan_app.db import read_transaction
+from lohan_app.entities import AuditEntry, RunState
 from lohan_app.entities.base import now
 from lohan_app.settings import Settings
 from lohan_app.worker.housekeeping import Housekeeper
 
 DAY = timedelta(days=1)
 STEPS = {"training": {"max_steps": 3}, "engine": {"durability": "step"}}
-
-
-def set_run(engine: Engine, run_id: str, **values: Any) -> None:
-    with write_transaction(engine) as session:
-        session.execute(update(Run).where(Run.id == run_id).values(**values))
 
 
 def ended(

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from fixtures.broker import Queues
-from fixtures.runs import make_run, read_run
+from fixtures.runs import make_run, read_run, set_run
 from fixtures.simulated_machine import simulated_machine
-from sqlalchemy import Engine, update
+from sqlalchemy import Engine
 
 from lohan.units import GIB, MIB
 from lohan_app.db import write_transaction
@@ -47,11 +47,6 @@ def settings(settings: Settings) -> Settings:
 @pytest.fixture
 def housekeeper(settings: Settings, engine: Engine) -> Housekeeper:
     return Housekeeper(settings, engine)
-
-
-def set_run(engine: Engine, run_id: str, **values: Any) -> None:
-    with write_transaction(engine) as session:
-        session.execute(update(Run).where(Run.id == run_id).values(**values))
 
 
 def leave_states(settings: Settings, run_id: str, text: str = "x") -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from fixtures.broker import Queues
-from fixtures.runs import make_run, read_run, want
+from fixtures.runs import make_run, read_run, set_run, want
 from fixtures.simulated_machine import simulated_machine
-from sqlalchemy import Engine, update
+from sqlalchemy import Engine
 
 from lohan.units import GIB, MIB
 from lohan_app.db import write_transaction
-from lohan_app.entities import PauseCause, Run, RunState, Wanted
+from lohan_app.entities import PauseCause, RunState, Wanted
 from lohan_app.entities.base import now
 from lohan_app.runs import repository
 from lohan_app.runs.states import Trigger
@@ -44,11 +44,6 @@ def tick(settings: Settings, engine: Engine, machine: dict[str, Machine], queues
     reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=lambda _: machine["now"])
     yield reconciler.tick
     reconciler.close()
-
-
-def set_run(engine: Engine, run_id: str, **values: Any) -> None:
-    with write_transaction(engine) as session:
-        session.execute(update(Run).where(Run.id == run_id).values(**values))
 
 
 def paused_by_full_drive(settings: Settings, engine: Engine, **columns: Any) -> str:
