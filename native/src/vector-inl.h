@@ -223,13 +223,8 @@ inline void StoreBytes(const Ints (&values)[4], uint8_t* target) {
   }
   // Packing works in parts of 128 bits: the four bytes of vector i's part k are now group 4k + i.
   Store<kStore>(_mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)), target);
-#elif defined(__SSE2__)
-  __m128i v[4];
-  for (int i = 0; i < 4; ++i) v[i] = __builtin_bit_cast(__m128i, values[i]);
-  const __m128i first = _mm_packs_epi32(v[0], v[1]), second = _mm_packs_epi32(v[2], v[3]);
-  Store<kStore>(kKind == Bytes::kSigned ? _mm_packs_epi16(first, second) : _mm_packus_epi16(first, second),
-                target);
 #else
+  static_assert(kStore == StoreKind::kOrdinary);
   constexpr int32_t kLeast = kKind == Bytes::kSigned ? -128 : 0;
   constexpr int32_t kMost = kKind == Bytes::kSigned ? 127 : 255;
   for (int i = 0; i < kBytesStored; ++i) {
