@@ -152,7 +152,7 @@ def adamw_update(segments: Sequence[AdamSegment], gradients: object, state: Adam
 
     `gradients` are float32 or bfloat16, 1-D, contiguous, in host memory and as long as the state; they are
     multiplied by `gradient_scale` first. The new state goes to `out`, which has the state's form and shares no
-    memory with it, or in place. Elements outside the segments are not touched and count to nothing; with 8-bit
+    memory with it, or in place; to `out` fastest where its arrays begin at multiples of 64 bytes. Elements outside the segments are not touched and count to nothing; with 8-bit
     moments each segment begins at a multiple of 256, past the last block of the one before. Releases the GIL.
 
     Raises TypeError for a wrong element type, ValueError for arrays or segments that do not fit together.

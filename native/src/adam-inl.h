@@ -19,6 +19,7 @@ struct Float32Update {
   Sums sums;
   NanWatch watch = {};
 
+  template <StoreKind kStore>
   Floats Advance(const Element* gradients, const AdamState& in, const AdamState& out, int64_t i, int vector) {
     const Floats gradient = Gradient::LoadFrom(gradients) * gradient_scale;
     const Floats square = gradient * gradient;
@@ -29,24 +30,25 @@ struct Float32Update {
         constants.beta2 * Load<Floats>(in.second_moment + i) + constants.second_weight * square;
     const Floats master = Step(constants, MasterOf<kMaster>::LoadFrom(in, i), first, SquareRoot(second));
     watch.Add(master);
-    Store(first, out.first_moment + i);
-    Store(second, out.second_moment + i);
+    Store<kStore>(first, out.first_moment + i);
+    Store<kStore>(second, out.second_moment + i);
     return master;
   }
 
   /// One group; `gradients` are its own, `in` and `out` are indexed by `group`.
+  template <StoreKind kStore>
   void Run(const Element* gradients, const AdamState& in, const AdamState& out, int64_t group) {
     for (int vector = 0; vector < kGroup / kLanes; vector += 2) {
       const int64_t i = group + vector * kLanes;
       const Element* source = gradients + vector * kLanes;
-      const Floats first = Advance(source, in, out, i, vector);
-      const Floats second = Advance(source + kLanes, in, out, i + kLanes, vector + 1);
-      MasterOf<kMaster>::StoreTo(first, second, out, i);
+      const Floats first = Advance<kStore>(source, in, out, i, vector);
+      const Floats second = Advance<kStore>(source + kLanes, in, out, i + kLanes, vector + 1);
+      MasterOf<kMaster>::template StoreTo<kStore>(first, second, out, i);
     }
   }
 };
 
-template <GradientType kType, MasterKernel kMaster>
+template <GradientType kType, MasterKernel kMaster, StoreKind kStore>
 void UpdateFloat32Moments(const AdamScalars& scalars, const void* gradients, float gradient_scale,
                           const AdamState& in, const AdamState& out, int64_t begin, int64_t end,
                           float* block_sums) {
@@ -63,7 +65,7 @@ void UpdateFloat32Moments(const AdamScalars& scalars, const void* gradients, flo
           MasterOf<kMaster>::PrefetchAt(from, group);
           Prefetch(from.first_moment + group);
           Prefetch(from.second_moment + group);
-          update.Run(source + group, from, to, group);
+          update.template Run<kStore>(source + group, from, to, group);
         },
         [&](int64_t first, int64_t last, int64_t group) {
           GroupCopy<Element> copy;
@@ -72,7 +74,7 @@ void UpdateFloat32Moments(const AdamScalars& scalars, const void* gradients, flo
           CopyMasterIn<kMaster>(from, first, last, group, state);
           CopyIn(from.first_moment, first, last, group, copy.first_moment);
           CopyIn(from.second_moment, first, last, group, copy.second_moment);
-          update.Run(copy.gradients, state, state, 0);
+          update.template Run<StoreKind::kOrdinary>(copy.gradients, state, state, 0);
           CopyMasterOut<kMaster>(state, first, last, group, to);
           CopyOut(copy.first_moment, first, last, group, to.first_moment);
           CopyOut(copy.second_moment, first, last, group, to.second_moment);
@@ -86,8 +88,12 @@ void UpdateFloat32Moments(const AdamScalars& scalars, const void* gradients, flo
   CanonicalizeMoments(to.second_moment, begin, end);
 }
 
-#define LOHAN_UPDATES_OF(type, master) \
-  {UpdateFloat32Moments<GradientType::type, master>, UpdateEightBitMoments<GradientType::type, master>}
+#define LOHAN_UPDATES_BY(update, type, master)               \
+  {update<GradientType::type, master, StoreKind::kOrdinary>, \
+   update<GradientType::type, master, StoreKind::kStreaming>}
+#define LOHAN_UPDATES_OF(type, master)                   \
+  {LOHAN_UPDATES_BY(UpdateFloat32Moments, type, master), \
+   LOHAN_UPDATES_BY(UpdateEightBitMoments, type, master)}
 #define LOHAN_UPDATES(type)                                                                   \
   {LOHAN_UPDATES_OF(type, kFloat32Master), LOHAN_UPDATES_OF(type, kFloat32MasterWithWeights), \
    LOHAN_UPDATES_OF(type, kSplitMaster)}

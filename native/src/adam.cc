@@ -7,6 +7,10 @@
 #include <limits>
 #include <stdexcept>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "adam_kernels.h"
 #include "adam_segments.h"
 
@@ -95,6 +99,32 @@ StateForm FormOf(const AdamState& in, const AdamState& out) {
           moments};
 }
 
+constexpr uintptr_t kLineBytes = 64;
+
+/// Streaming stores for a new state apart from the old one. A group of the kernels fills whole lines of every
+/// array but the codes, whose moment blocks do, where the array begins at one: each line is then written by
+/// one task, and at one go. On two cores of a Sapphire Rapids new split fp32 states come to 1.8 billion
+/// elements a second, by ordinary stores to 1.2 (fp32 masters 1.7 and 1.1; 8-bit moments, which computing
+/// bounds, 1.87 and 1.82). States that fit the caches and are used again from there lose; a step's do not
+/// fit.
+StoreKind StoresFor(const AdamState& in, const AdamState& out) {
+  const bool apart = in.first_moment != out.first_moment || in.first_codes != out.first_codes;
+  const void* const streams[] = {out.master,        out.weights,     out.remainder,   out.first_moment,
+                                 out.second_moment, out.first_codes, out.second_codes};
+  const bool aligned = std::all_of(std::begin(streams), std::end(streams), [](const void* stream) {
+    return reinterpret_cast<uintptr_t>(stream) % kLineBytes == 0;
+  });
+  return apart && aligned ? StoreKind::kStreaming : StoreKind::kOrdinary;
+}
+
+/// Orders this thread's streaming stores before all that it stores after: before the pool hears that a task
+/// is done.
+void FenceStreamingStores() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 using BlockSums = std::array<float, kNormSumsPerBlock>;
 
 /// Adds neighbours in pairs until one is left: the tree depends on the number of blocks alone.
@@ -119,10 +149,11 @@ void ForPartsIn(const std::vector<AdamRange>& ranges, int64_t block_begin, int64
 }
 
 /// One pass over all blocks that touch a range. `add(range, begin, end, sums)` works on a part of one block
-/// and adds the squares of its gradients to the block's sums.
+/// and adds the squares of its gradients to the block's sums; `stores` says how it writes its results.
 template <typename Add>
 UpdateResult RunPass(const AdamKernels& kernels, const GradientArray& gradients, float scale,
-                     const std::vector<AdamRange>& ranges, ThreadPool& pool, const Add& add) {
+                     const std::vector<AdamRange>& ranges, ThreadPool& pool, StoreKind stores,
+                     const Add& add) {
   const int64_t blocks = (gradients.length + kBlockElements - 1) / kBlockElements;
   const auto type = static_cast<size_t>(gradients.type);
   std::vector<double> squared_norms(static_cast<size_t>(blocks));
@@ -148,6 +179,7 @@ UpdateResult RunPass(const AdamKernels& kernels, const GradientArray& gradients,
       squared_norm = norm.squared_norm;
       non_finite[static_cast<size_t>(task)] += norm.non_finite;
     }
+    if (stores == StoreKind::kStreaming) FenceStreamingStores();
   });
   UpdateResult result;
   result.squared_norm = SumOfPairs(squared_norms);
@@ -196,10 +228,11 @@ UpdateResult AdamwUpdate(std::span<const AdamSegment> segments, const GradientAr
   const StateForm form = gradients.length == 0 ? StateForm{kFloat32Master, kFloat32Moments} : FormOf(in, out);
   const std::vector<AdamRange> ranges = SortedRanges(segments, gradients.length, form.moments);
   const AdamKernels& kernels = KernelsOf(instruction_set);
-  const AdamKernels::Update update =
-      kernels.update[static_cast<size_t>(gradients.type)][form.master][form.moments];
+  const StoreKind stores = StoresFor(in, out);
+  const AdamKernels::Update update = kernels.update[static_cast<size_t>(gradients.type)][form.master]
+                                                   [form.moments][static_cast<size_t>(stores)];
   const float scale = CheckedScale(gradient_scale);
-  return RunPass(kernels, gradients, scale, ranges, pool,
+  return RunPass(kernels, gradients, scale, ranges, pool, stores,
                  [&](const AdamRange& range, int64_t begin, int64_t end, float* sums) {
                    update(range.scalars, gradients.data, scale, in, out, begin, end, sums);
                  });
@@ -212,7 +245,7 @@ UpdateResult GradientNorm(const GradientArray& gradients, double gradient_scale,
   const AdamKernels::AddSquares add = kernels.add_squares[static_cast<size_t>(gradients.type)];
   const float scale = CheckedScale(gradient_scale);
   const std::vector<AdamRange> everything = {{0, gradients.length, {}}};
-  return RunPass(kernels, gradients, scale, everything, pool,
+  return RunPass(kernels, gradients, scale, everything, pool, StoreKind::kOrdinary,
                  [&](const AdamRange&, int64_t begin, int64_t end, float* sums) {
                    add(gradients.data, scale, begin, end, sums);
                  });

@@ -31,9 +31,11 @@ struct GradientOf<GradientType::kBfloat16> {
 };
 
 /// Rounds to nearest even; the values hold no NaN but the canonical one, whose rounding is itself.
+template <StoreKind kStore>
 inline void StoreBfloat16(Words first, Words second, uint16_t* target) {
   // Adds just under half of the dropped 16 bits' range, and one more when the kept part is odd.
-  StoreUpperHalves(first + 0x7FFFu + ((first >> 16) & 1u), second + 0x7FFFu + ((second >> 16) & 1u), target);
+  StoreUpperHalves<kStore>(first + 0x7FFFu + ((first >> 16) & 1u), second + 0x7FFFu + ((second >> 16) & 1u),
+                           target);
 }
 
 inline Floats Join(const uint16_t* weights, const int16_t* remainder) {
@@ -41,10 +43,11 @@ inline Floats Join(const uint16_t* weights, const int16_t* remainder) {
 }
 
 /// The values hold no NaN but the canonical one.
+template <StoreKind kStore = StoreKind::kOrdinary>
 inline void Split(Words first, Words second, uint16_t* weights, int16_t* remainder) {
-  StoreUpperHalves(first + 0x8000u, second + 0x8000u, weights);
+  StoreUpperHalves<kStore>(first + 0x8000u, second + 0x8000u, weights);
   // What the rounding left out lies in [-32768, 32767]: the low 16 bits, read as a signed number.
-  StoreLowerHalves(first, second, remainder);
+  StoreLowerHalves<kStore>(first, second, remainder);
 }
 
 /// Asks for the cache line 512 elements ahead. The processor's own prefetching starts anew at every page of
@@ -180,14 +183,15 @@ struct MasterOf {
   }
 
   /// Two vectors at a time: halves of two make a whole one.
+  template <StoreKind kStore>
   static void StoreTo(Floats first, Floats second, const AdamState& out, int64_t i) {
     if constexpr (kMaster == kSplitMaster) {
-      Split(BitsOf(first), BitsOf(second), out.weights + i, out.remainder + i);
+      Split<kStore>(BitsOf(first), BitsOf(second), out.weights + i, out.remainder + i);
     } else {
-      Store(first, out.master + i);
-      Store(second, out.master + i + kLanes);
+      Store<kStore>(first, out.master + i);
+      Store<kStore>(second, out.master + i + kLanes);
       if constexpr (kMaster == kFloat32MasterWithWeights)
-        StoreBfloat16(BitsOf(first), BitsOf(second), out.weights + i);
+        StoreBfloat16<kStore>(BitsOf(first), BitsOf(second), out.weights + i);
     }
   }
 };

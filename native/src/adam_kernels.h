@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "lohan/adam_state.h"
+#include "store_kind.h"
 
 namespace lohan {
 
@@ -42,11 +43,12 @@ struct AdamKernels {
   /// Updates elements [begin, end), which lie in one block, and adds the squares of their scaled gradients to
   /// the block's kNormSumsPerBlock sums: element i to sum i % kNormLanes of its part. With 8-bit moments
   /// `begin` is a multiple of kMomentBlockElements. `in` and `out` hold the arrays' beginnings, and may be
-  /// the same.
+  /// the same. With StoreKind::kStreaming they are not, the arrays of `out` other than scales begin at whole
+  /// cache lines, and the caller fences before it tells another thread.
   using Update = void (*)(const AdamScalars& scalars, const void* gradients, float gradient_scale,
                           const AdamState& in, const AdamState& out, int64_t begin, int64_t end,
                           float* block_sums);
-  Update update[2][kMasterKernels][kMomentKernels];  // by GradientType first
+  Update update[2][kMasterKernels][kMomentKernels][2];  // by GradientType first, StoreKind last
 
   /// The norm's part of Update alone, by GradientType.
   using AddSquares = void (*)(const void* gradients, float gradient_scale, int64_t begin, int64_t end,

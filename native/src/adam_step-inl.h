@@ -34,7 +34,8 @@ struct NanWatch {
   bool Seen() const { return AnyNan(sum); }
 };
 
-/// Makes every NaN among the new master weights of elements [begin, end) the canonical one.
+/// Makes every NaN among the new master weights of elements [begin, end) the canonical one. Reads and writes
+/// what this thread stored, also by streaming: a thread's own loads and stores of a place keep their order.
 template <MasterKernel kMaster>
 void CanonicalizeMasters(const AdamState& out, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
@@ -42,7 +43,7 @@ void CanonicalizeMasters(const AdamState& out, int64_t begin, int64_t end) {
     const AdamState state = copy.State();
     CopyMasterIn<kMaster>(out, i, i + 1, i, state);
     const Floats master = CanonicalNan(MasterOf<kMaster>::LoadFrom(state, 0));
-    MasterOf<kMaster>::StoreTo(master, master, state, 0);
+    MasterOf<kMaster>::template StoreTo<StoreKind::kOrdinary>(master, master, state, 0);
     CopyMasterOut<kMaster>(state, i, i + 1, i, out);
   }
 }

@@ -15,6 +15,8 @@
 #include <immintrin.h>
 #endif
 
+#include "store_kind.h"
+
 namespace lohan {
 namespace {
 
@@ -43,8 +45,22 @@ inline Vector Load(const Element* source) {
   return vector;
 }
 
-template <typename Vector, typename Element>
+/// Streaming stores are of whole vectors to targets aligned to them; where there are none, ordinary ones.
+template <StoreKind kStore = StoreKind::kOrdinary, typename Vector, typename Element>
 inline void Store(const Vector& vector, Element* target) {
+#if defined(__SSE2__)
+  if constexpr (kStore == StoreKind::kStreaming) {
+    static_assert(sizeof(Vector) == sizeof(Floats));
+#if defined(__AVX512F__)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target), __builtin_bit_cast(__m512i, vector));
+#elif defined(__AVX2__)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target), __builtin_bit_cast(__m256i, vector));
+#else
+    _mm_stream_si128(reinterpret_cast<__m128i*>(target), __builtin_bit_cast(__m128i, vector));
+#endif
+    return;
+  }
+#endif
   __builtin_memcpy(target, &vector, sizeof(vector));
 }
 
@@ -135,19 +151,26 @@ inline Ints LoadSignedBytes(const uint8_t* source) {
 }
 
 /// The lower 16 bits of each lane of both vectors, in order.
-template <typename Element>
+template <StoreKind kStore = StoreKind::kOrdinary, typename Element>
 inline void StoreLowerHalves(Words first, Words second, Element* target) {
   static_assert(sizeof(Element) == 2);
 #if defined(__AVX512F__)
   typedef uint16_t AllHalves __attribute__((vector_size(64)));
   constexpr AllHalves kEven = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
                                32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
-  Store(__builtin_shuffle(__builtin_bit_cast(AllHalves, first), __builtin_bit_cast(AllHalves, second), kEven),
-        target);
+  Store<kStore>(
+      __builtin_shuffle(__builtin_bit_cast(AllHalves, first), __builtin_bit_cast(AllHalves, second), kEven),
+      target);
 #elif defined(__AVX2__)
   const __m256i packed = _mm256_packus_epi32(__builtin_bit_cast(__m256i, first & 0xFFFF),
                                              __builtin_bit_cast(__m256i, second & 0xFFFF));
-  Store(_mm256_permute4x64_epi64(packed, 0b11011000), target);  // packing works in halves of 128 bits
+  // Packing works in halves of 128 bits.
+  Store<kStore>(_mm256_permute4x64_epi64(packed, 0b11011000), target);
+#elif defined(__SSE2__)
+  // Sign-extended, so that packing, which saturates, finds nothing too large.
+  Store<kStore>(_mm_packs_epi32(__builtin_bit_cast(__m128i, __builtin_bit_cast(Ints, first << 16) >> 16),
+                                __builtin_bit_cast(__m128i, __builtin_bit_cast(Ints, second << 16) >> 16)),
+                target);
 #else
   Store(__builtin_convertvector(first, Halves), target);
   Store(__builtin_convertvector(second, Halves), target + kLanes);
@@ -155,16 +178,17 @@ inline void StoreLowerHalves(Words first, Words second, Element* target) {
 }
 
 /// The upper 16 bits of each lane of both vectors, in order.
-template <typename Element>
+template <StoreKind kStore = StoreKind::kOrdinary, typename Element>
 inline void StoreUpperHalves(Words first, Words second, Element* target) {
 #if defined(__AVX512F__)
   typedef uint16_t AllHalves __attribute__((vector_size(64)));
   constexpr AllHalves kOdd = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                               33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  Store(__builtin_shuffle(__builtin_bit_cast(AllHalves, first), __builtin_bit_cast(AllHalves, second), kOdd),
-        target);
+  Store<kStore>(
+      __builtin_shuffle(__builtin_bit_cast(AllHalves, first), __builtin_bit_cast(AllHalves, second), kOdd),
+      target);
 #else
-  StoreLowerHalves(first >> 16, second >> 16, target);
+  StoreLowerHalves<kStore>(first >> 16, second >> 16, target);
 #endif
 }
 
@@ -174,7 +198,7 @@ constexpr int kBytesStored = 4 * kLanes;
 enum class Bytes { kSigned, kUnsigned };
 
 /// Each lane of four vectors as a byte, in order; numbers that a byte cannot hold become the nearest it can.
-template <Bytes kKind>
+template <Bytes kKind, StoreKind kStore>
 inline void StoreBytes(const Ints (&values)[4], uint8_t* target) {
 #if defined(__AVX512F__)
   __m512i v[4];
@@ -187,7 +211,7 @@ inline void StoreBytes(const Ints (&values)[4], uint8_t* target) {
   }
   // Packing works in parts of 128 bits: the four bytes of vector i's part k are now group 4k + i.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  Store(_mm512_maskz_permutexvar_epi32(kAllLanes, order, packed), target);
+  Store<kStore>(_mm512_maskz_permutexvar_epi32(kAllLanes, order, packed), target);
 #elif defined(__AVX2__)
   __m256i v[4];
   for (int i = 0; i < 4; ++i) v[i] = __builtin_bit_cast(__m256i, values[i]);
@@ -198,8 +222,9 @@ inline void StoreBytes(const Ints (&values)[4], uint8_t* target) {
     packed = _mm256_packus_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
   }
   // Packing works in parts of 128 bits: the four bytes of vector i's part k are now group 4k + i.
-  Store(_mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)), target);
+  Store<kStore>(_mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)), target);
 #else
+  static_assert(kStore == StoreKind::kOrdinary);
   constexpr int32_t kLeast = kKind == Bytes::kSigned ? -128 : 0;
   constexpr int32_t kMost = kKind == Bytes::kSigned ? 127 : 255;
   for (int i = 0; i < kBytesStored; ++i) {

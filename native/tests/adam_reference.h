@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <random>
 #include <vector>
 
@@ -57,12 +58,29 @@ inline float JoinOf(uint16_t weights, int16_t remainder) {
 enum class Master { kFloat32, kFloat32WithWeights, kSplit };
 enum class Moments { kFloat32, kEightBit };
 
+/// For arrays that begin at whole cache lines: new states in such a place are written by streaming stores.
+template <typename T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+
+  LineAllocator() = default;
+  template <typename Other>
+  explicit LineAllocator(const LineAllocator<Other>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
+  void deallocate(T* values, size_t) { ::operator delete(values, kLine); }
+  bool operator==(const LineAllocator&) const = default;
+};
+
+template <typename T>
+using Lines = std::vector<T, LineAllocator<T>>;
+
 /// Gradients of both types, and a state in every form; a test uses those its form calls for.
 struct Arrays {
-  std::vector<float> gradients, master, first, second, first_scales, second_scales;
-  std::vector<uint16_t> gradients16, weights;
-  std::vector<int16_t> remainder;
-  std::vector<uint8_t> first_codes, second_codes;
+  Lines<float> gradients, master, first, second, first_scales, second_scales;
+  Lines<uint16_t> gradients16, weights;
+  Lines<int16_t> remainder;
+  Lines<uint8_t> first_codes, second_codes;
 
   Arrays(int64_t length, uint32_t seed) {
     std::mt19937 generator(seed);
@@ -119,7 +137,7 @@ struct Arrays {
 
 /// Bitwise: NaN equals itself, -0 does not equal 0.
 template <typename T>
-bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
+bool SameBits(const Lines<T>& a, const Lines<T>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 

@@ -175,7 +175,7 @@ def test_ratios_are_those_of_medians():
     cases = {"lohan": tuple(Case), "torch": (Case.PLAIN_FP32, Case.ENGINE)}
     jobs = [adam.Job(system, case, lambda: None) for system in cases for case in cases[system]]
     seconds = {
-        "lohan plain-fp32": [9.0, 1.0, 1.0], "lohan engine": [1.0] * 3, "lohan 8bit": [0.5] * 3,
+        "lohan plain-fp32": [9.0, 1.0, 1.0], "lohan engine": [1.0] * 3, "lohan second-place": [2.0] * 3, "lohan 8bit": [0.5] * 3,
         "torch plain-fp32": [2.0] * 3, "torch engine": [3.0] * 3, "reference": [1.0] * 3,
     }  # fmt: skip
     found = {(r["system"], r["case"]): r for r in adam.make_records(jobs, seconds, elements=6, threads=1)}
@@ -183,6 +183,9 @@ def test_ratios_are_those_of_medians():
     assert found["lohan", "plain-fp32"]["memory_bandwidth_fraction"] == 1.0
     assert found["lohan", "engine"]["ratio_to_torch_fused"] == 3.0
     assert found["lohan", "engine"]["memory_bandwidth_fraction"] == 26 / 28
+    assert found["lohan", "second-place"]["ratio_to_torch_fused"] == 1.5
+    assert found["lohan", "second-place"]["memory_bandwidth_fraction"] == 13 / 28
+    assert found["lohan", "second-place"]["ratio_to_engine"] == 0.5
     assert found["lohan", "8bit"]["ratio_to_torch_fused"] == 6.0
     assert found["lohan", "8bit"]["ratio_to_engine"] == 2.0
     assert found["torch", "engine"]["ratio_to_torch_fused"] == 1.0

@@ -80,13 +80,16 @@ def test_a_split_master_goes_the_way_of_an_fp32_one_bit_by_bit(pool, form):
         assert torch.equal(parts[name], whole[name])
 
 
+@pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("form", ["fp32", "8bit"])
 @pytest.mark.parametrize("instruction_set", available_instruction_sets())
-def test_a_new_state_apart_leaves_the_old_one_as_it_was(pool, form, instruction_set):
+def test_a_new_state_apart_leaves_the_old_one_as_it_was(pool, form, instruction_set, offset):
+    """Stored past the caches where the new arrays begin at cache lines, as torch's do, and not where they begin `offset` elements later."""
     old = {**split(torch.randn(LENGTH) * 0.02, pool), **moments(form)}
     adamw_update([segment(1)], gradients_of(1), AdamState(**old), pool=pool)
     before = {name: array.clone() for name, array in old.items()}
-    new = {name: array.clone() for name, array in old.items()}
+    new = {name: torch.cat([array[:offset], array])[offset:] for name, array in old.items()}
+    assert all(array.data_ptr() % 64 == offset * array.itemsize for array in new.values())
     state, out = AdamState(**old), AdamState(**new)
     apart = adamw_update([segment(2)], gradients_of(2), state, out=out, pool=pool, instruction_set=instruction_set)
     assert all(torch.equal(old[name].view(torch.uint8), before[name].view(torch.uint8)) for name in old)

@@ -1,7 +1,8 @@
 """`lohan bench adam`: the CPU optimizer beside torch's, DeepSpeed's and bitsandbytes', and all of them against the memory's own speed.
 
-Three cases. `plain-fp32`: fp32 gradient, master and moments. `engine`: what a training step needs, a bf16 gradient in, its norm and
+Four cases. `plain-fp32`: fp32 gradient, master and moments. `engine`: what a training step needs, a bf16 gradient in, its norm and
 finite check, the update of exact fp32 masters, bf16 weights out; LoHan keeps such a master as bf16 weights and a 16-bit remainder.
+`second-place`: the engine's job with the new state in other arrays than the old one, as for an update that may be taken back.
 `8bit`: the engine's job with blockwise 8-bit moments.
 """
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 # Arrays of 200 MB: far beyond any cache, and a size that a small machine holds.
 DEFAULT_ELEMENTS: Final = 50_000_000
 DEFAULT_ROUNDS: Final = 7
-# Seven arrays of fp32 (four of plain-fp32, three of the reference), three of 16 bits, four of 8 (ours and bitsandbytes'), rounded up.
-BYTES_HELD_PER_ELEMENT: Final = 40
+# Nine arrays of fp32 (four of plain-fp32, two of second-place, three of the reference), five of 16 bits (three of engine, two of
+# second-place), four of 8 (ours and bitsandbytes'), rounded up.
+BYTES_HELD_PER_ELEMENT: Final = 52
 REFERENCE: Final = "reference"
 
 
@@ -35,6 +37,7 @@ class Case(StrEnum):
 
     PLAIN_FP32 = "plain-fp32"
     ENGINE = "engine"
+    SECOND_PLACE = "second-place"
     EIGHT_BIT = "8bit"
 
 
@@ -42,11 +45,18 @@ class Case(StrEnum):
 BYTES_PER_ELEMENT: Final = {
     Case.PLAIN_FP32: 28.0,  # gradient 4; master, first and second moment 8 each
     Case.ENGINE: 26.0,  # gradient 2; weights and remainder 4 each; moments 8 each
+    Case.SECOND_PLACE: 26.0,  # as in place, if nothing of the new place is read
     Case.EIGHT_BIT: 14.0 + 16 / 256,  # gradient 2; weights and remainder 4 each; moments 2 each; two fp32 scales for each 256, in and out
 }
 REFERENCE_BYTES_PER_ELEMENT: Final = 28.0
 # torch has no 8-bit AdamW: what its users would run for the job is its path with fp32 moments.
-TORCH_CASE: Final = {Case.PLAIN_FP32: Case.PLAIN_FP32, Case.ENGINE: Case.ENGINE, Case.EIGHT_BIT: Case.ENGINE}
+# Nor does it write to another place.
+TORCH_CASE: Final = {
+    Case.PLAIN_FP32: Case.PLAIN_FP32,
+    Case.ENGINE: Case.ENGINE,
+    Case.SECOND_PLACE: Case.ENGINE,
+    Case.EIGHT_BIT: Case.ENGINE,
+}
 
 
 @dataclass(frozen=True)
@@ -124,8 +134,8 @@ def _lohan_jobs(arrays: Arrays, pool: ThreadPool) -> list[Job]:
 
     def job(case: Case) -> Job:
         gradient = arrays.gradient if case is Case.PLAIN_FP32 else arrays.half_gradient
-        state = arrays.state(case)
-        return Job("lohan", case, lambda: adamw_update(segments, gradient, state, pool=pool))
+        state, out = arrays.state(case), arrays.second_place() if case is Case.SECOND_PLACE else None
+        return Job("lohan", case, lambda: adamw_update(segments, gradient, state, out=out, pool=pool))
 
     return [job(case) for case in Case]
 
@@ -149,7 +159,7 @@ def make_records(jobs: Sequence[Job], seconds: dict[str, list[float]], *, elemen
             "memory_bandwidth_fraction": rate * BYTES_PER_ELEMENT[job.case] / reference_bytes_per_second,
             "seconds_all": seconds[job.name],
         }
-        if job.system == "lohan" and job.case is Case.EIGHT_BIT and engine_rate is not None:
+        if job.system == "lohan" and job.case in (Case.SECOND_PLACE, Case.EIGHT_BIT) and engine_rate is not None:
             record["ratio_to_engine"] = rate / engine_rate
         records.append(record)
     records.append(

@@ -47,6 +47,8 @@ class Arrays:
     """uint8, of both moments"""
     scales: tuple[torch.Tensor, torch.Tensor]
     """float32, one for each 256 elements of both moments"""
+    second: dict[str, torch.Tensor]
+    """Of the engine's state, by its names: where `second-place` writes"""
     reference: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """float32, of the bandwidth reference alone"""
 
@@ -74,6 +76,12 @@ class Arrays:
             remainder=_array(elements, torch.int16),
             codes=(_array(elements, torch.uint8), _array(elements, torch.uint8)),
             scales=(_array(blocks, torch.float32), _array(blocks, torch.float32)),
+            second={
+                "weights": _array(elements, torch.bfloat16),
+                "remainder": _array(elements, torch.int16),
+                "first_moment": _array(elements, torch.float32),
+                "second_moment": _array(elements, torch.float32),
+            },
             reference=(_array(elements, torch.float32), _array(elements, torch.float32), _array(elements, torch.float32)),
         )
 
@@ -81,7 +89,7 @@ class Arrays:
         """The arrays that LoHan's optimizer updates in a case."""
         if case is Case.PLAIN_FP32:
             return AdamState(master=self.master, first_moment=self.first_moment, second_moment=self.second_moment)
-        if case is Case.ENGINE:
+        if case in (Case.ENGINE, Case.SECOND_PLACE):
             moments = {"first_moment": self.first_moment, "second_moment": self.second_moment}
             return AdamState(weights=self.weights, remainder=self.remainder, **moments)
         return AdamState(
@@ -92,6 +100,10 @@ class Arrays:
             second_moment=self.codes[1],
             second_scales=self.scales[1],
         )
+
+    def second_place(self) -> AdamState:
+        """Where `second-place` writes what it makes of `state`."""
+        return AdamState(**self.second)
 
 
 def _array(elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -51,7 +51,9 @@ struct UpdateResult {
 /// (torch divides by the correction and multiplies by lr'; both being part of the divisor's constants has the
 /// same error bound and one division and one product less. A lr' of 0 moves nothing, whatever m and v are,
 /// unless they are not finite.) Reads `in` and writes `out`, which is either `in` itself or shares no memory
-/// with it. With 8-bit moments the update uses the new moments before they are coded.
+/// with it. A place of its own is written past the caches where its arrays, but for the scales, begin at
+/// multiples of 64 bytes: without that every line of it is read first, for nothing. With 8-bit moments the
+/// update uses the new moments before they are coded.
 ///
 /// Elements outside all segments are neither read nor written and count to nothing. With 8-bit moments a
 /// segment owns the moment blocks it touches: it begins at a multiple of kMomentBlockElements, and no other
