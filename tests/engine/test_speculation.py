@@ -202,6 +202,24 @@ def test_a_step_with_an_infinite_gradient_is_taken_back_whole_from_second_places
         assert all(weight.equal(before[name]) for name, weight in session.named_weights())
 
 
+@pytest.mark.parametrize("precision", [{}, {"precision": Precision.BF16, "states": States.EIGHT_BIT}], ids=["fp32", "8 bit"])
+def test_what_a_step_leaves_alone_is_in_the_second_place_too(precision, tmp_path):
+    """A parameter between others gets no gradient in every other step: its weights and moments go with theirs from place to place."""
+    weights = []
+    for updates in (ClipUpdate.DEFER, ClipUpdate.SPECULATE):
+        model = make_llama()
+        options = {**STEP, **IN_RAM, **precision, "clip_updates": updates, "max_gradient_norm": 1e3}
+        with open_session(model, adamw(model), tmp_path / updates, **options) as session:
+            rested = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+            for number, batch in enumerate(make_batches(5)):
+                rested.requires_grad_(number % 2 == 0)
+                model(**batch).loss.backward()
+                session.wait()
+            weights.append(dict(session.named_weights()))
+            assert session.statistics.speculated_steps == (5 if updates is ClipUpdate.SPECULATE else 0)
+    assert all(weight.equal(weights[1][name]) for name, weight in weights[0].items())
+
+
 def test_auto_goes_by_the_rate_of_the_plan():
     speculation = Speculation(ClipUpdate.AUTO, is_possible=True, first=ClipUpdate.SPECULATE, most_failing=0.75)
     for step in range(REMEMBERED_STEPS):

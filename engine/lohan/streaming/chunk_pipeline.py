@@ -7,7 +7,7 @@ have nothing to be read: the next is the next that has, however many in RAM are 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -227,9 +227,10 @@ class ChunkPipeline:
         spare = self._store.spare(job.update.layout, job.chunk) if job.update.may_be_taken_back and job.buffers is None else None
         if spare is None:
             return job.states
-        if sum(segment.length for segment in job.update.segments[job.chunk.index]) < job.chunk.length:
+        for start, stop in _gaps(job.update.segments[job.chunk.index], job.chunk.length):
             for stream, memory in spare.items():
-                memory.copy_(job.states[stream])
+                place = slice(stream.length(start), stream.length(stop))
+                memory[place].copy_(job.states[stream][place])
         return spare
 
     def _add_cpu(self, trace: Trace, job: _Job, begun: float | None, updated: float | None) -> None:
@@ -253,6 +254,17 @@ class ChunkPipeline:
         job.update.unwritten_chunks -= 1
         if job.update.unwritten_chunks == 0:
             self._on_written(job.update)
+
+
+def _gaps(segments: Sequence[AdamSegment], length: int) -> Iterator[tuple[int, int]]:
+    """The stretches of a chunk that no segment covers."""
+    end = 0
+    for segment in sorted(segments, key=lambda segment: segment.offset):
+        if segment.offset > end:
+            yield end, segment.offset
+        end = segment.offset + segment.length
+    if end < length:
+        yield end, length
 
 
 def _parts(buffers: _Buffers, chunk: Chunk) -> _Buffers:
