@@ -73,7 +73,7 @@ test-crash: setup filesystems  ## Kill trainers at random instants and every bou
 		tests/engine/test_states_power_cut.py tests/engine/test_states_durability.py tests/engine/test_states_snapshots.py
 
 test-soak: setup filesystems  ## Kill random processes under ten runs for SECONDS=600 (FAULT=redis, postgres or disk, DATABASE=sqlite, SEED=which instants)
-	@LOHAN_SOAK_RUNS=10 LOHAN_SOAK_SECONDS=$(or $(SECONDS),600) LOHAN_SOAK_FAULT=$(or $(FAULT),none) LOHAN_SOAK_DATABASE=$(or $(DATABASE),postgres) \
+	@LOHAN_SOAK_SECONDS=$(or $(SECONDS),600) LOHAN_SOAK_FAULT=$(or $(FAULT),none) LOHAN_SOAK_DATABASE=$(or $(DATABASE),postgres) \
 		$(if $(SEED),LOHAN_SOAK_SEED=$(SEED)) $(PYTEST) -s tests/soak
 
 test-engine: setup  ## Run the engine's tests
