@@ -205,6 +205,14 @@ def test_only_copies_that_the_plan_chose_can_be_spared(durability: str, asked: o
     assert need_of(run, (), states={}) == Need("auto", 3 * GIB, spare_ram_bytes=spare * GIB)
 
 
+@pytest.mark.parametrize(("durability", "spare"), [("none", 1), ("snapshot", 3)])
+def test_second_places_of_states_can_always_be_spared(durability: str, spare: int) -> None:
+    items = [{"name": "model states", "bytes": 2 * GIB, "formula": ""}, {"name": "second places of states", "bytes": GIB, "formula": ""}]
+    tiers = [{"tier": "ram", "capacity_bytes": 9 * GIB, "items": items}]
+    run = Run(plan={"durability": durability, "spare_state_bytes": GIB, "tiers": tiers}, settings={"engine": {}})
+    assert need_of(run, (), states={}) == Need("auto", 3 * GIB, spare_ram_bytes=spare * GIB)
+
+
 def test_the_need_comes_from_the_plan_with_an_equal_share_in_each_directory() -> None:
     run = Run(plan=plan(3 * GIB, 5 * GIB + 1, 7), settings={"engine": {"device": "cpu:1"}})
     half = (5 * GIB) // 2 + 1

@@ -81,7 +81,8 @@ class Need:
     space: Mapping[str, int] = field(default_factory=dict)
     """Bytes by state directory."""
     spare_ram_bytes: int = 0
-    """Of the host memory, copies of states that the plan put there and that the run can do without: it then reads them from the drives."""
+    """Of the host memory, what the plan put there and the run can do without: copies of states that it would else read from the drives, and
+    second places for updates that would else wait."""
     gpu_bytes: int = 0
     gpu_drift: float = GPU_DRIFT
     """Share of a GPU's memory that may be missing of it: 0 for what has no plan that could be made again."""
@@ -173,7 +174,7 @@ def need_of(run: Run, folders: Sequence[Path], *, states: Mapping[str, int], pla
         device=str(engine.get("device", "auto")),
         ram_bytes=used.get(Tier.RAM, 0),
         space={path: max(0, share - states.get(path, 0)) for path, share in shares.items()},
-        spare_ram_bytes=states_in_ram(plan) if is_spare else 0,
+        spare_ram_bytes=(states_in_ram(plan) if is_spare else 0) + int(plan.get("spare_state_bytes", 0)),
         gpu_bytes=used.get(Tier.GPU, 0),
     )
 
