@@ -16,7 +16,7 @@ from lohan.planning.plan import Plan
 from lohan.planning.planner import default_precision, make_plan
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind, UnitWorkload, Workload
-from lohan.units import GIB, format_bytes
+from lohan.units import GIB, MIB, format_bytes
 
 
 def llama(*, hidden: int = 4096, blocks: int = 32, tied: bool = False) -> Workload:
@@ -126,12 +126,16 @@ def test_bytes_of_a_7b_model_on_a_gpu():
         ("compiled", "bf16", None, 16),
     ],
 )
-def test_a_fused_loss_holds_a_logit_and_its_gradient(kernels, precision, gpu_gib, bytes_per_logit):
-    """Of kernels that are still open the most is counted; a CPU computes fused formulas with torch's own operators."""
+def test_a_fused_loss_takes_longer_chunks_in_the_same_memory(kernels, precision, gpu_gib, bytes_per_logit):
+    """It holds a logit and its gradient. Of kernels that are still open the most is counted; a CPU computes fused formulas with torch's own
+    operators."""
     engine = EngineSection(durability="none", kernels=kernels)
     plan = plan_of(hardware=machine(gpu_gib=gpu_gib), engine=engine, precision=precision)
-    held = items(plan, Tier.RAM if gpu_gib is None else Tier.GPU)["loss head chunk"]
-    assert held == (32 * 1024**2 // 32000) * 32000 * bytes_per_logit
+    device = plan.tier(Tier.RAM if gpu_gib is None else Tier.GPU)
+    chunk = next(item for item in device.items if item.name == "loss head chunk")
+    tokens = 512 * MIB // (bytes_per_logit * 32000)
+    assert chunk.bytes == tokens * 32000 * bytes_per_logit
+    assert chunk.formula == f"{tokens} tokens x 32000 vocabulary x {bytes_per_logit} B"
 
 
 def test_items_print_how_they_come_about():

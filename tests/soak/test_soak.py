@@ -1,7 +1,8 @@
 """Runs of the real trainer on two devices while random processes of the appliance are killed, and servers and drives fail.
 
-`make test-soak SECONDS=600 FAULT=redis SEED=7 DATABASE=sqlite` is the whole one; the plain test run kills for a minute. What happened stands
-in `soak.jsonl` of the test's folder, line by line, and in the report that is printed at the end; the same seed makes the same schedule.
+`make test-soak SECONDS=600 FAULT=redis SEED=7 DATABASE=sqlite` is the whole one; the plain test run kills for a minute. What happened
+stands in `soak.jsonl` of the test's folder, line by line, and in the report that is printed at the end; the same seed makes the same
+schedule.
 """
 
 from __future__ import annotations

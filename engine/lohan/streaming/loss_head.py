@@ -19,6 +19,7 @@ from torch.nn import functional
 from lohan.config import KernelSet
 from lohan.errors import EngineError
 from lohan.models.kernels import NO_LABEL, cross_entropy_sum
+from lohan.planning.footprint import loss_bytes_per_logit, loss_chunk_tokens
 from lohan.streaming.activations import RootForward, refuse_cache
 
 # Their forward is: base model, output projection, loss_function(logits, labels, vocab_size, **kwargs), and nothing else in between.
@@ -30,9 +31,6 @@ CHUNKED_LOSS_CLASSES = frozenset(
         "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM",
     }
 )
-LOGITS_PER_CHUNK = 32 * 1024 * 1024
-"""Elements: 64 MiB of bf16 logits and about 400 MiB with the fp32 copies that torch's cross-entropy and its backward make of them; fused
-kernels make none."""
 _LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
@@ -144,7 +142,8 @@ class ModelForward:
         if targets.kept is not None:
             rows = rows.index_select(0, targets.kept.to(rows.device))
         config: Any = self._model.config
-        size = max(1, LOGITS_PER_CHUNK // config.vocab_size)
+        is_fused = rows.is_cuda and self._kernels is not KernelSet.TORCH
+        size = loss_chunk_tokens(config.vocab_size, loss_bytes_per_logit(rows.element_size(), is_fused=is_fused))
         sums = [
             self._head.apply(part, cross_entropy_sum, part_labels, self._kernels)
             for part, part_labels in zip(torch.split(rows, size), torch.split(labels, size), strict=True)
