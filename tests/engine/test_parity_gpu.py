@@ -79,10 +79,15 @@ def test_parity_gpu_schedules_with_clipping_and_accumulation(schedule, clip, tmp
     assert_equal_training(train_streamed(model, batches, tmp_path, device="cuda", **options), plain)
 
 
-def test_parity_gpu_of_speculated_and_deferred_steps_bit_for_bit(tmp_path):
+@pytest.mark.parametrize(
+    "states",
+    [{"durability": "step"}, {"ram_state_bytes": 1 << 30, "spare_state_bytes": 1 << 30}],
+    ids=["committed steps", "second places"],
+)
+def test_parity_gpu_of_speculated_and_deferred_steps_bit_for_bit(states, tmp_path):
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        options = {"device": "cuda", "durability": "step", "clip": "global", "debug": DebugMode.NAN_FILL, "kept_units": 2}
+        options = {"device": "cuda", "clip": "global", "debug": DebugMode.NAN_FILL, "kept_units": 2, **states}
         batches = make_batches(12, padded=True)
         limit = statistics.median(squared**0.5 for squared in train_plain(make_llama(attention="eager").cuda(), batches).squared_norms)
         deferred, speculated = (

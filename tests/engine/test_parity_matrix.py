@@ -47,10 +47,12 @@ def _deterministic():
 
 
 def variants_of(device: str) -> list[dict[str, Any]]:
-    """Every schedule in every placement, one with gradient buffers for all units too, and every durability in every placement with one
-    schedule after the other; updates that may be speculated are."""
+    """Every schedule in every placement, one with gradient buffers for all units too, one with second places of all states, and every
+    durability in every placement with one schedule after the other; updates that may be speculated are."""
     none = [{"schedule": schedule, "ram_state_bytes": ram_bytes} for schedule in UpdateSchedule for ram_bytes in PLACEMENTS.values()]
     none += [{"gradient_buffers": "all", "ram_state_bytes": ram_bytes} for ram_bytes in PLACEMENTS.values()]
+    in_ram = max(PLACEMENTS.values())
+    none.append({"ram_state_bytes": in_ram, "spare_state_bytes": in_ram, "clip_updates": "speculate"})
     schedules, buffers = cycle(UpdateSchedule), cycle(("few", "all"))
     durable = [
         {
