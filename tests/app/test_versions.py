@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -17,6 +18,7 @@ from fixtures.simulated_machine import simulated_machine
 from fixtures.versions import Version, versions
 from pydantic import SecretStr
 from sqlalchemy import Engine, func, inspect, select, table, text, update
+from sqlalchemy.engine import make_url
 from starlette.testclient import TestClient
 
 from lohan.config import UnsafeFilesystems
@@ -45,7 +47,7 @@ def settings(version: Version, request: pytest.FixtureRequest, tmp_path: Path) -
     servers = {}
     if BACKENDS is Backends.POSTGRES:
         servers["database_url"] = SecretStr(request.getfixturevalue("postgres_url"))
-        version.load_postgres(servers["database_url"].get_secret_value())
+        load_postgres(servers["database_url"].get_secret_value(), version.postgres_dump)
     settings = Settings(
         data_dir=tmp_path / "data", model_dirs=(tmp_path / "models",), devices=("cpu:0",), unsafe_filesystems=UnsafeFilesystems.ALLOW,
         **servers,
@@ -55,6 +57,12 @@ def settings(version: Version, request: pytest.FixtureRequest, tmp_path: Path) -
         version.copy_sqlite(settings.data_dir / "db" / "lohan.sqlite3")
     migrate(settings)
     return settings
+
+
+def load_postgres(url: str, dump: bytes) -> None:
+    """psycopg sends what has no parameters as it is: a whole file of statements."""
+    with psycopg.connect(make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)) as connection:
+        connection.execute(dump)
 
 
 @pytest.fixture
