@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help setup constraints chromium filesystems up worker doctor demo test test-native test-native-soak test-parity test-crash test-soak test-engine test-app test-e2e \
-        lint fmt types stubs migrate revision vendor bench bench-step-gpu bench-peers bench-planner bench-service clean
+        lint fmt types stubs migrate revision fixtures-version vendor bench bench-step-gpu bench-peers bench-planner bench-service clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -116,6 +116,10 @@ migrate: setup  ## Bring the database to the newest schema
 revision: setup  ## Draft a migration from the entities (M="what it does")
 	@test -n "$(M)" || { echo 'revision: name it, e.g. make revision M="add run labels"'; exit 2; }
 	@$(BIN)/alembic revision --autogenerate -m "$(M)"
+
+fixtures-version: setup  ## Keep what this checkout stores as tests/fixtures/V, for later versions to migrate and resume (V=v0.1)
+	@test -n "$(V)" || { echo 'fixtures-version: name the version, e.g. make fixtures-version V=v0.1'; exit 2; }
+	@PYTHONPATH=tests $(BIN)/python -m tests.fixtures.make_version "$(V)"
 
 vendor: setup  ## Fetch the pinned front-end files again, with npm
 	@$(BIN)/python web/vendor.py

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lohan.streaming.executor import init as init
     from lohan.streaming.trace import Trace as Trace
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _LAZY = {
     "accumulate": "lohan.streaming.accumulation",

@@ -269,7 +269,7 @@ def test_two_runs_that_do_not_fit_together_never_run_together(
 
         def claim_one(run_id: str, barrier: Barrier = barrier) -> Reservation | str | None:
             barrier.wait()
-            return claim(engine, run_id, need, machine, folders)
+            return claim(engine, run_id, need, machine)
 
         answers = list(pool.map(claim_one, runs))
         won, lost = sorted(answers, key=lambda answer: isinstance(answer, str))
@@ -291,7 +291,7 @@ def test_one_run_is_claimed_once(settings: Settings, engine: Engine, pool: Threa
 
     def claim_it(_: int) -> Reservation | str | None:
         barrier.wait()
-        return claim(engine, run_id, Need("auto", GIB), machine, settings.state_folders)
+        return claim(engine, run_id, Need("auto", GIB), machine)
 
     answers = list(pool.map(claim_it, range(2)))
     assert sorted(answers, key=lambda answer: answer is None) == [Reservation(["cpu:0"], GIB), None]

@@ -226,11 +226,11 @@ def test_the_need_comes_from_the_plan_with_an_equal_share_in_each_directory() ->
 
 
 def test_what_a_row_holds(settings: Settings, engine: Engine) -> None:
-    columns = {"devices": ["cpu:0"], "reserved_ram_bytes": 7, "reserved_ssd_bytes": 9}
+    columns = {"devices": ["cpu:0"], "reserved_ram_bytes": 7}
     run = read_run(engine, make_run(settings, engine, step=3, **columns))
-    assert held_by(run, FOLDERS) == Held("a run", ["cpu:0"], 7, {"/a": 5, "/b": 5}, is_settled=False)
+    assert held_by(run) == Held("a run", ["cpu:0"], 7, {}, is_settled=False)
     run.reserved_directories, run.phase = {"/a": 9}, "training"
-    assert held_by(run, FOLDERS) == Held("a run", ["cpu:0"], 7, {"/a": 9}, is_settled=True)
+    assert held_by(run) == Held("a run", ["cpu:0"], 7, {"/a": 9}, is_settled=True)
 
 
 def test_this_machine(settings: Settings) -> None:

@@ -140,7 +140,8 @@ def test_space_that_other_runs_were_promised_is_not_room(
     settings: Settings, engine: Engine, tick: Callable[[], None], machine: dict[str, Machine]
 ) -> None:
     run_id = paused_by_full_drive(settings, engine)
-    other = make_run(settings, engine, state=RunState.STARTING, devices=["cpu:1"], reserved_ssd_bytes=85 * GIB)
+    promised = {str(folder): 85 * GIB // 2 for folder in settings.state_folders}
+    other = make_run(settings, engine, state=RunState.STARTING, devices=["cpu:1"], reserved_directories=promised)
     tick()
     assert read_run(engine, run_id).state is RunState.PAUSED
     set_run(engine, other, step=1, phase="training")  # its states are on the drive now, and no longer free

@@ -10,7 +10,7 @@ from fixtures.profiles import profile_of
 from lohan.events import Event, EventType
 from lohan.hardware.probe import probe
 from lohan.hardware.profile_files import facts_of_device, save_profile
-from lohan.planning.plan import Plan, PlanItem, TierPlan
+from lohan.planning.plan import CHUNK_PARAMETERS, Plan, PlanItem, TierPlan
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind, UnitWorkload, Workload
 from lohan.units import GIB
@@ -142,8 +142,10 @@ def make_plan() -> Plan:
         micro_batch_size=2,
         sequence_length=64,
         slots=2,
+        chunk_parameters=CHUNK_PARAMETERS,
         tiers=tiers,
         ssd_bytes_per_step=GIB,
+        ssd_bytes_written_per_step=GIB // 2,
     )
 
 

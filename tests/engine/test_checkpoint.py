@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lohan.config import TrainingSection
+from lohan.config import TrainingSection, UnitGrain
 from lohan.data.pack import BatchSampler
 from lohan.errors import ResumeError
 from lohan.training.checkpoint import PAYLOAD_KEY, PAYLOAD_VERSION, Checkpoint, RandomStates, SchedulerState, finite_metrics
@@ -34,6 +34,8 @@ def checkpoint(step: int = 7, **changed: Any) -> Checkpoint:
         "total_steps": 12,
         "training": TRAINING.model_dump(mode="json"),
         "micro_batch_size": 2,
+        "grain": UnitGrain.BLOCK,
+        "chunk_parameters": 4096,
         "data_digest": "d",
         "data": SAMPLER.position(step),
         "random": RandomStates.capture(CPU),

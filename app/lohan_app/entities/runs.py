@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, String, Text
@@ -122,7 +120,7 @@ class Run(Entity):
     reserved_ssd_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
     """Over all state directories."""
     reserved_directories: Mapped[dict[str, Any] | None]
-    """The same by directory; null where nothing is reserved, or an earlier version reserved it: evenly then."""
+    """The same by directory; null where nothing is reserved."""
     events_offset_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
     """How far events.jsonl has been read into the database."""
     malformed_events: Mapped[int] = mapped_column(default=0)
@@ -152,17 +150,10 @@ class Run(Entity):
         # A column's own default comes with the insertion, and what a run needs and may be asked depends on its kind before that.
         super().__init__(**({"kind": RunKind.TRAIN} | columns))
 
-    def reserved_space(self, folders: Sequence[Path]) -> dict[str, int]:
+    @property
+    def reserved_space(self) -> dict[str, int]:
         """Bytes that it has reserved in each state directory."""
-        if self.reserved_directories is not None:
-            return dict(self.reserved_directories)
-        return even_shares(self.reserved_ssd_bytes, folders)
-
-
-def even_shares(size_bytes: int, folders: Sequence[Path]) -> dict[str, int]:
-    """Bytes in each state directory of what is spread over all, as chunks are: one after the other, in turn."""
-    share = -(-size_bytes // max(1, len(folders)))
-    return {str(folder): share for folder in folders}
+        return dict(self.reserved_directories or {})
 
 
 class DeviceUse(Entity):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from lohan.config import Durability, EngineSection, Precision, TrainingSection, UnitGrain
 from lohan.errors import CapacityError, ConfigError
@@ -101,8 +100,7 @@ def _as_if_idle(facts: HardwareFacts, active: Sequence[Run]) -> HardwareFacts:
     held = {device for run in active for device in run.devices}
     ram = min(facts.ram.total_bytes, facts.ram.free_bytes + sum(run.reserved_ram_bytes for run in active))
     # States are preallocated before the first step; until then their space still looks free.
-    folders = [Path(directory.path) for directory in facts.state_directories]
-    held_space = [run.reserved_space(folders) for run in active if run.step > 0]
+    held_space = [run.reserved_space for run in active if run.step > 0]
     return facts.model_copy(
         update={
             "ram": facts.ram.model_copy(update={"free_bytes": ram}),

@@ -97,7 +97,7 @@ def _fate(kind: Kind, row: Run | Dataset, rows: _Rows, rules: Rules) -> dict[str
 def drives(settings: Settings, active: Iterable[Run]) -> list[Drive]:
     """Every file system once, as it is now; one that cannot be looked at says why."""
     folders = [*settings.state_folders, settings.data_dir]
-    promised = [run.reserved_space(settings.state_folders) for run in active if run.step == 0]
+    promised = [run.reserved_space for run in active if run.step == 0]
     found: dict[object, Drive] = {}
     for index, folder in enumerate(folders):
         holds_states = index < len(settings.state_folders)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine
@@ -84,7 +83,6 @@ def claim(
     run_id: str,
     need: Need,
     machine: Machine,
-    folders: Sequence[Path],
     *,
     kept: Sequence[Held] = (),
     values: Mapping[str, Any] | None = None,
@@ -93,7 +91,6 @@ def claim(
 
     Args:
         machine: as it was looked at; what has been claimed since counts in any case.
-        folders: the state directories.
         kept: beside which it has to fit too.
         values: columns that are written with the claim.
 
@@ -102,7 +99,7 @@ def claim(
     """
     with write_transaction(engine) as session:
         repository.hold_queue(session)
-        active = [held_by(run, folders) for run in repository.runs_in(session, ACTIVE_STATES)]
+        active = [held_by(run) for run in repository.runs_in(session, ACTIVE_STATES)]
         answer = fit(need, machine, [*active, *kept])
         if isinstance(answer, str):
             return answer

@@ -128,7 +128,7 @@ class Reconciler:
         if not queued:
             return
         machine = self._look(self._settings)
-        line = Line(machine, [held_by(run, self._settings.state_folders) for run in active], at)
+        line = Line(machine, [held_by(run) for run in active], at)
         for run in in_order(queued, seconds):
             if run.wanted not in (Wanted.RUN, Wanted.STOP) or must_wait(run):
                 continue
@@ -174,7 +174,7 @@ class Reconciler:
         """Reserve what the run needs, with `values` written beside, and have it started; otherwise say why not."""
         # Why an earlier attempt ended stays readable while the next one runs.
         values["state_reason"] = run.state_reason if any(words in run.state_reason for words in (START_AGAIN, RESUME, BEGIN_ANEW)) else ""
-        got = claim(self._engine, run.id, need, machine, self._settings.state_folders, kept=line.kept, values=values)
+        got = claim(self._engine, run.id, need, machine, kept=line.kept, values=values)
         if got is None or isinstance(got, str):
             return got or ""
         line.started(Held(run.name, got.devices, got.ram_bytes, got.space, is_settled=False))

@@ -17,7 +17,6 @@ from lohan.planning.footprint import RAM_STATES
 from lohan.planning.tiers import Tier
 from lohan.units import format_bytes
 from lohan_app.entities import Run, RunKind
-from lohan_app.entities.runs import even_shares
 from lohan_app.hardware.holders import describe, run_of
 from lohan_app.hardware.service import with_reserve
 from lohan_app.runs.kinds import NO_DEVICE, needs_of
@@ -117,10 +116,16 @@ class Held:
     """Whether it has taken what it reserved, so that this no longer looks free."""
 
 
-def held_by(run: Run, folders: Sequence[Path]) -> Held:
+def _even_shares(size_bytes: int, folders: Sequence[Path]) -> dict[str, int]:
+    """Bytes in each state directory of what is spread over all, as chunks are: one after the other, in turn."""
+    share = -(-size_bytes // max(1, len(folders)))
+    return {str(folder): share for folder in folders}
+
+
+def held_by(run: Run) -> Held:
     """What an active run holds. Memory and files are taken before the first step; an attempt that has not come to one is about to."""
     is_settled = (run.step > 0 and run.phase in _SETTLED_PHASES) or run.phase == Phase.ANSWERING
-    return Held(run.name, run.devices, run.reserved_ram_bytes, run.reserved_space(folders), is_settled)
+    return Held(run.name, run.devices, run.reserved_ram_bytes, run.reserved_space, is_settled)
 
 
 def look_at_machine(settings: Settings) -> Machine:
@@ -162,14 +167,14 @@ def need_of(run: Run, folders: Sequence[Path], *, states: Mapping[str, int], pla
     """
     if run.kind is not RunKind.TRAIN:
         needs = needs_of(run)
-        space = even_shares(needs.ssd_bytes, folders)
+        space = _even_shares(needs.ssd_bytes, folders)
         return Need(needs.device, needs.ram_bytes, space, gpu_bytes=needs.gpu_bytes, gpu_drift=0.0)
     engine = run.settings.get("engine", {})
     plan, asked = plan or run.started_plan or run.plan or {}, engine.get("ram_state_bytes", RamStates.AUTO)
     # Without durability, what lies in RAM has no place on the drives.
     is_spare = asked == RamStates.AUTO and plan.get("durability") in (Durability.STEP, Durability.SNAPSHOT)
     used = {Tier(tier["tier"]): sum(item["bytes"] for item in tier["items"]) for tier in plan.get("tiers", [])}
-    shares = even_shares(used.get(Tier.SSD, 0), folders)
+    shares = _even_shares(used.get(Tier.SSD, 0), folders)
     return Need(
         device=str(engine.get("device", "auto")),
         ram_bytes=used.get(Tier.RAM, 0),

@@ -86,7 +86,7 @@ class WaitingRuns:
         folders = self._settings.state_folders
         space = need_of(run, folders, states=states_by_directory(self._settings, run.id)).space
         with_headroom = {path: size + HEADROOM_BYTES for path, size in space.items()}
-        return space_shortage(with_headroom, machine, [held_by(other, folders) for other in active])
+        return space_shortage(with_headroom, machine, [held_by(other) for other in active])
 
     def take_over(self) -> None:
         """Retries that wait get what their parents have recorded, before anything of the parents is deleted."""

@@ -41,7 +41,7 @@ class Alternative(_Forecast):
     micro_batch_size: int
     kept_units: int
     gradient_buffers: str = ""
-    """`few` or `all`; empty in plans made before it was among them."""
+    """`few` or `all`; empty where it cannot run here."""
     ram_state_bytes: Bytes = 0
     seconds: Seconds | None
     """None where it cannot run here."""

@@ -16,7 +16,7 @@ from lohan.units import MIB
 
 PLAN_VERSION = 1
 CHUNK_PARAMETERS = 32 * MIB
-"""Elements of a chunk at most; the grain of state I/O and of the optimizer. Plans of before they were chosen mean so many."""
+"""Elements of a chunk at most; the grain of state I/O and of the optimizer."""
 
 
 class PlanItem(BaseModel):
@@ -115,21 +115,21 @@ class Plan(BaseModel):
     """Host memory that the state store may take for states; padding included."""
     spare_state_bytes: int = 0
     """Host memory for second places of states in RAM, where speculated updates go of runs that commit no step."""
-    chunk_parameters: int = CHUNK_PARAMETERS
+    chunk_parameters: int
     """Parameters in a chunk at most."""
     clip_updates: str = "defer"
     """When updates of clipped runs begin, before it was seen how often they are: `defer` or `speculate`."""
     speculated_clip_rate: float = DRIVES_CLIP_RATE
     """With `engine.clip_updates` auto, updates are speculated while a smaller part of the last steps was clipped."""
     schedule: str = "optimized"
-    """When updates run: `serial`, `naive` or `optimized`, see `lohan.config.UpdateSchedule`; plans of older versions say `on-arrival`."""
+    """When updates run: `serial`, `naive` or `optimized`, see `lohan.config.UpdateSchedule`."""
     durability: str = "none"
     """What a run can be resumed from; `step`: every step; `snapshot`: one every few minutes; `none`: the base model alone."""
     tiers: tuple[TierPlan, ...]
     ssd_bytes_per_step: int
     """Bytes read from and written to the state directories by one step, together."""
-    ssd_bytes_written_per_step: int = 0
-    """Those of them that are written: what wears drives out. 0 in plans made before it was counted."""
+    ssd_bytes_written_per_step: int
+    """Those of them that are written: what wears drives out."""
     forecast: Forecast | None = None
     """How long a step takes; None where the machine, or the model on it, was not measured."""
     notes: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ class UnitWorkload(BaseModel):
     kind: UnitKind
     parameters: Annotated[int, Field(ge=1)]
     elements: Annotated[int, Field(ge=0)] = 0
-    """In a slot, the padding between parameters included; 0 in workloads that were traced before it was counted."""
+    """In a slot, the padding between parameters included; 0: as many as parameters."""
 
     @property
     def slot_elements(self) -> int:

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lohan.config import TrainingSection, UnitGrain
 from lohan.data.pack import DataPosition
 from lohan.errors import ResumeError
-from lohan.planning.plan import CHUNK_PARAMETERS
 
 PAYLOAD_VERSION = 1
 PAYLOAD_KEY = "training"
@@ -106,10 +105,10 @@ class Checkpoint(_Part):
     """The run's `TrainingSection`."""
     micro_batch_size: int
     """Another one adds gradients in another order, hence rounds otherwise."""
-    grain: UnitGrain = UnitGrain.BLOCK
+    grain: UnitGrain
     """The states are laid out by it."""
-    chunk_parameters: int = CHUNK_PARAMETERS
-    """The states are cut by it; runs of before it was chosen had the largest."""
+    chunk_parameters: int
+    """The states are cut by it."""
     data_digest: str
     """`TokenRows.digest`."""
     data: DataPosition
