@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.broker import Queues, running_broker
+from fixtures.held_trainer import HELD_COMMAND, HELD_STEP
 from fixtures.processes import no_process_left
 from fixtures.quick_trainer import QUICK_COMMAND
 from fixtures.rows import messages_rows, write_jsonl
@@ -256,10 +257,10 @@ def test_a_real_export_of_a_real_run(owner: Person, settings: Settings, engine: 
         sequence_length=64, skip_bad_rows=False,
     )  # fmt: skip
     with no_process_left(tmp_path):
-        supervisor = Supervisor(settings, run_id)
+        supervisor = Supervisor(settings, run_id, trainer_command=HELD_COMMAND)
         done = Thread(target=supervisor.run)
         done.start()
-        wait_until(lambda: read_run(engine, run_id).step >= 1, timeout_seconds=120, what="the first step")
+        wait_until(lambda: read_run(engine, run_id).step == HELD_STEP, timeout_seconds=120, what="the step that it waits behind")
         post(owner, f"/runs/{run_id}/pause", status=200)
         done.join(timeout=120)
         assert read_run(engine, run_id).state is RunState.PAUSED

@@ -236,7 +236,7 @@ def test_the_table_has_a_row_for_each_setting(capsys):
 )
 def test_a_wrong_option_is_named(arguments: str, message: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(step, "run", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(step, "run", lambda *_, **__: pytest.fail("it was measured"))
     result = CliRunner().invoke(make_application(), ["step", *arguments.split()])
     assert result.exit_code == ExitCode.BAD_CONFIG
     assert message in result.stderr
@@ -287,7 +287,8 @@ def test_a_block_flops_is_its_share_of_the_forward():
 def test_a_part_of_the_recorded_comparison_is_a_command_that_is_taken(name: str, tmp_path, monkeypatch):
     part, output, seen = step_gpu.PARTS[name], tmp_path / "step.json", []
     monkeypatch.setattr("lohan.bench.step_options.filesystem_type", lambda path: "ext4" if path == tmp_path else "tmpfs")
-    monkeypatch.setattr(step, "run", lambda options, _: seen.append(options) or [{"system": "lohan", "batch": options.batches[0]}])
+    record = {"system": "lohan", "batch": part.batch}
+    monkeypatch.setattr(step, "run", lambda options, _, on_measured: seen.append(options) or (on_measured([record]) and [record]))
     if not Path("/dev/shm").is_dir():  # noqa: S108 - where the parts have their tmpfs
         pytest.skip("no /dev/shm")
     result = CliRunner().invoke(make_application(), ["step", *part.arguments(tmp_path, output)])
