@@ -109,7 +109,7 @@ def test_a_redone_step_writes_twice_at_most_and_another_once(tmp_path):
 
 
 def test_speculated_updates_begin_while_the_backward_goes_on(tmp_path):
-    """The head is written before the embedding's gradients are handed in, which wait for it here."""
+    """A unit is written before the embedding's gradients are handed in, which wait for it here: the head, or one that overtook it."""
     model = make_llama()
     with open_session(model, adamw(model), tmp_path, clip_updates="speculate", max_gradient_norm=1e3, **STEP) as session:
         worker = session._stages.worker
@@ -125,7 +125,7 @@ def test_speculated_updates_begin_while_the_backward_goes_on(tmp_path):
         model(**make_batches(1)[0]).loss.backward()
         session.wait()
     assert early
-    assert early[0] == 4
+    assert 0 not in early
 
 
 @pytest.mark.parametrize(
