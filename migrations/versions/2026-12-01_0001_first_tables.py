@@ -36,6 +36,7 @@ TABLES = (
 
 def upgrade() -> None:
     _users()
+    _requests()
     _models_and_datasets()
     _runs()
     _devices_and_events()
@@ -88,6 +89,9 @@ def _users() -> None:
         sa.UniqueConstraint("token_hash", name=op.f("uq_browser_sessions_token_hash")),
     )
     op.create_index(op.f("ix_browser_sessions_user_id"), "browser_sessions", ["user_id"], unique=False)
+
+
+def _requests() -> None:
     op.create_table(
         "audit_entries",
         sa.Column("id", sa.String(length=48), nullable=False),

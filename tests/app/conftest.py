@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fixtures.broker import Queues
 from fixtures.machine import BACKENDS, Backends
 from fixtures.service import Person, make_person
+from fixtures.simulated_machine import simulated_machine
 from sqlalchemy import Engine
 from starlette.testclient import TestClient
 
@@ -20,6 +21,7 @@ from lohan_app.db import create_db_engine
 from lohan_app.entities import Role
 from lohan_app.main import create_app
 from lohan_app.settings import Settings
+from lohan_app.worker.reconciler import Reconciler
 
 
 @pytest.fixture
@@ -57,6 +59,14 @@ def engine(settings: Settings) -> Iterator[Engine]:
     engine = create_db_engine(settings)
     yield engine
     engine.dispose()
+
+
+@pytest.fixture
+def tick(settings: Settings, engine: Engine, queues: Queues) -> Iterator[Callable[[], None]]:
+    """One turn of a reconciler, which starts no supervisors; use with the `broker` marker or queues of the test's own."""
+    reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=simulated_machine)
+    yield reconciler.tick
+    reconciler.close()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from fixtures.broker import Queues, running_broker
 from fixtures.processes import no_process_left
 from fixtures.runs import make_run, read_events, read_run, set_run
 from fixtures.service import Person, page_text
-from fixtures.simulated_machine import simulated_machine
 from fixtures.things import ready_model
 from fixtures.tiny_model import make_tiny_model, tiny_config
 from fixtures.waiting import wait_until
@@ -31,7 +30,6 @@ from lohan_app.entities.base import now
 from lohan_app.runs import repository
 from lohan_app.settings import Settings
 from lohan_app.worker.housekeeping import Housekeeper
-from lohan_app.worker.reconciler import Reconciler
 from lohan_app.worker.reservations import GpuRoom, Machine, fit, need_of
 from lohan_app.worker.run_files import put_aside_trash
 from lohan_app.worker.supervisor import Supervisor
@@ -45,13 +43,6 @@ ASK = {"messages": [{"role": "user", "content": SECRET}], "max_new_tokens": 24, 
 def queues(settings: Settings) -> Iterator[Queues]:
     with running_broker(settings) as queues:
         yield queues
-
-
-@pytest.fixture
-def tick(settings: Settings, engine: Engine, queues: Queues) -> Iterator[Callable[[], None]]:
-    reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=simulated_machine)
-    yield reconciler.tick
-    reconciler.close()
 
 
 def succeeded(settings: Settings, engine: Engine, person: Person, **columns: Any) -> str:

@@ -37,7 +37,6 @@ from lohan_app.runs import queries
 from lohan_app.runs.kinds import NO_DEVICE
 from lohan_app.settings import Settings
 from lohan_app.storage.retention import Rules, states_expiry
-from lohan_app.worker.reconciler import Reconciler
 from lohan_app.worker.reservations import Held, fit, need_of
 from lohan_app.worker.run_files import state_directories
 from lohan_app.worker.supervisor import Supervisor
@@ -50,13 +49,6 @@ TRAINING = {"max_steps": 50, "batch_size": 4, "sequence_length": 64, "precision"
 def queues(settings: Settings) -> Iterator[Queues]:
     with running_broker(settings) as queues:
         yield queues
-
-
-@pytest.fixture
-def tick(settings: Settings, engine: Engine, queues: Queues) -> Iterator[Callable[[], None]]:
-    reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=simulated_machine)
-    yield reconciler.tick
-    reconciler.close()
 
 
 def owned(settings: Settings, engine: Engine, person: Person, **columns: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -312,13 +312,6 @@ def test_a_full_drive_and_expired_runs_let_the_queue_go_on(settings: Settings, e
     assert (first.state, first.pause_cause, second.state, second.state_reason) == (RunState.STARTING, None, RunState.STARTING, "")
     assert first.queued_at == in_line_since, "a full drive costs nobody the place"
     assert read_run(engine, expired).state is RunState.FAILED
-    reconciler.close()
-
-
-@pytest.fixture
-def tick(settings: Settings, engine: Engine, queues: Queues) -> Iterator[Callable[[], None]]:
-    reconciler = Reconciler(settings, engine, supervisor_command=("/bin/true",), look=simulated_machine)
-    yield reconciler.tick
     reconciler.close()
 
 

@@ -97,7 +97,7 @@ def test_the_loss_is_computed_in_chunks_of_tokens(streamed, monkeypatch):
     model, _, _ = streamed
     batch = make_batches(1, padded=True)[0]
     whole = model(**batch).loss
-    monkeypatch.setattr(loss_head, "loss_chunk_tokens", lambda *_: 7)
+    monkeypatch.setattr(loss_head, "loss_tokens", lambda *_: 7)
     in_chunks = model(**batch).loss
     assert in_chunks.item() == pytest.approx(whole.item(), rel=1e-6)
 

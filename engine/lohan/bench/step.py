@@ -65,7 +65,6 @@ def run(options: StepOptions, watcher: Watcher, on_measured: OnMeasured = lambda
     for comparison in comparisons:
         before = tuple(records)
         records += comparison.measure(lambda found, before=before: on_measured([*before, *found]))  # type: ignore[misc]
-        on_measured(list(records))
     return records
 
 

@@ -22,10 +22,9 @@ from lohan.config import KernelSet, Precision
 from lohan.hardware.profile import BlockTimes, Measured
 from lohan.models.block_inputs import block_arguments
 from lohan.models.blocks import find_units, first_block, output_projection, trace_workload
-from lohan.models.kernels import cross_entropy_sum, install_kernels, resolve_kernels
+from lohan.models.kernels import cross_entropy_sum, install_kernels, loss_tokens, resolve_kernels
 from lohan.models.load import empty_model
 from lohan.models.operators import BlockOperators
-from lohan.planning.footprint import loss_bytes_per_logit, loss_chunk_tokens
 from lohan.planning.workload import UnitKind
 
 _WARM_UP_PASSES = 2
@@ -249,9 +248,7 @@ class _HeadPasses:
             _put_weights(module, hidden.device, hidden.dtype)
         self._before, self._projection, self._hidden = before, projection, hidden
         self._labels = torch.randint(projection.out_features, (hidden.shape[0] * hidden.shape[1],), device=hidden.device)
-        is_fused = hidden.is_cuda and kernels is not KernelSet.TORCH
-        bytes_per_logit = loss_bytes_per_logit(hidden.element_size(), is_fused=is_fused)
-        self._chunk_tokens = loss_chunk_tokens(projection.out_features, bytes_per_logit)
+        self._chunk_tokens = loss_tokens(hidden, projection.out_features, kernels)
         self._clock = _Clock(hidden.device)
 
     def time_passes(self) -> float:

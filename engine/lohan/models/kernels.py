@@ -24,6 +24,7 @@ from lohan.config import KernelSet
 from lohan.errors import ConfigError
 from lohan.models import kernel_formulas
 from lohan.models.kernel_operators import OPERATORS
+from lohan.planning.footprint import loss_bytes_per_logit, loss_chunk_tokens
 
 NO_LABEL = torch.iinfo(torch.int64).min
 """Kept tokens all have a label; a batch without any keeps one token under this one, so that its loss is a 0 with a gradient of 0."""
@@ -78,6 +79,12 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, kernels: Kerne
         return functional.cross_entropy(logits.float(), labels, ignore_index=NO_LABEL, reduction="sum")
     total: torch.Tensor = OPERATORS.cross_entropy(logits, labels, NO_LABEL, str(kernels))[0]
     return total
+
+
+def loss_tokens(states: torch.Tensor, vocabulary: int, kernels: KernelSet) -> int:
+    """Of hidden `states` (N, H), how many the loss is computed of at a time: see `lohan.planning.footprint.loss_chunk_tokens`."""
+    is_fused = states.is_cuda and kernels is not KernelSet.TORCH
+    return loss_chunk_tokens(vocabulary, loss_bytes_per_logit(states.element_size(), is_fused=is_fused))
 
 
 @cache

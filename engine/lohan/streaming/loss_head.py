@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from lohan.config import KernelSet
 from lohan.errors import EngineError
-from lohan.models.kernels import NO_LABEL, cross_entropy_sum
-from lohan.planning.footprint import loss_bytes_per_logit, loss_chunk_tokens
+from lohan.models.kernels import NO_LABEL, cross_entropy_sum, loss_tokens
 from lohan.streaming.activations import RootForward, refuse_cache
 
 # Their forward is: base model, output projection, loss_function(logits, labels, vocab_size, **kwargs), and nothing else in between.
@@ -142,8 +141,7 @@ class ModelForward:
         if targets.kept is not None:
             rows = rows.index_select(0, targets.kept.to(rows.device))
         config: Any = self._model.config
-        is_fused = rows.is_cuda and self._kernels is not KernelSet.TORCH
-        size = loss_chunk_tokens(config.vocab_size, loss_bytes_per_logit(rows.element_size(), is_fused=is_fused))
+        size = loss_tokens(rows, config.vocab_size, self._kernels)
         sums = [
             self._head.apply(part, cross_entropy_sum, part_labels, self._kernels)
             for part, part_labels in zip(torch.split(rows, size), torch.split(labels, size), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,24 +54,13 @@ class ExportJob:
             ModelError: its base model's configuration or tokenizer is gone.
             StopRequested: it was asked to stop; nothing is left.
         """
-        config, directories = self._config, state_directories(self._config)
+        config = self._config
         with held(config):
             checkpoint = recorded_checkpoint(config)
             self._reporter.say(EventType.STARTED, device="cpu", precision=str(self._dtype), total_steps=0, resumed_step=0)
             self._reporter.begin(Phase.LOADING_MODEL, f"Opening the states of step {checkpoint.step}.")
             model_config = load_config(config.model.path)
-            model = empty_model(model_config, dtype=_torch_type(config.training.precision))
-            with RecordedWeights(
-                model,
-                make_optimizer(model, config),
-                directories,
-                precision=config.training.precision,
-                states=config.engine.states,
-                grain=checkpoint.grain,
-                chunk_parameters=checkpoint.chunk_parameters,
-                durability=config.engine.durability,
-                unsafe_filesystems=config.engine.unsafe_filesystems,
-            ) as weights:
+            with open_recorded(config, model_config, checkpoint) as weights:
                 self._reporter.begin(Phase.EXPORTING, f"Writing the weights of step {checkpoint.step} as a Hugging Face folder.")
                 dtype = _torch_type(self._dtype)
                 save_pretrained(weights, model_config, config.model.path, self._folder, dtype=dtype, progress=self._note)
@@ -95,6 +84,26 @@ def held(config: RunConfig) -> Iterator[None]:
             # Its cause would be told in its place: that the system refused a lock.
             raise EngineError("a trainer is at work on the run", place=error.place, remedy="Wait for it, or pause the run.") from None
         yield
+
+
+def open_recorded(config: RunConfig, model_config: Any, checkpoint: Checkpoint) -> RecordedWeights:
+    """What the run's states hold of the boundary, with their layout of then.
+
+    Raises:
+        ResumeError: they are damaged, or belong to another model.
+    """
+    model = empty_model(model_config, dtype=_torch_type(config.training.precision))
+    return RecordedWeights(
+        model,
+        make_optimizer(model, config),
+        state_directories(config),
+        precision=config.training.precision,
+        states=config.engine.states,
+        grain=checkpoint.grain,
+        chunk_parameters=checkpoint.chunk_parameters,
+        durability=config.engine.durability,
+        unsafe_filesystems=config.engine.unsafe_filesystems,
+    )
 
 
 def recorded_checkpoint(config: RunConfig) -> Checkpoint:
