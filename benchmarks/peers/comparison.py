@@ -215,6 +215,7 @@ def _asked(options: StepOptions, tier: StatesTier, batch: int, *, tuned: bool) -
         "precision": str(options.precision),
         "states_tier": str(tier),
         "clip": str(Clip.GLOBAL if tuned else Clip.NONE),
+        "max_norm": MAX_NORM if tuned else None,
         "gpu_cap_bytes": options.gpu_cap_bytes,
     }
 
@@ -237,6 +238,7 @@ def _settings(task: PeerTask) -> Record:
         "states_tier": "gpu" if task.system is System.TORCH and task.device != "cpu" else str(task.tier),
         "durability": "none",
         "clip": str(Clip.NONE if task.max_norm is None else Clip.GLOBAL),
+        "max_norm": task.max_norm,
         "kernels": "liger" if task.tuned and task.device != "cpu" else "eager",
         "device": "cpu" if task.device == "cpu" else "gpu",
         "gpu_cap_bytes": task.gpu_cap_bytes,

@@ -33,9 +33,9 @@ from tests.fixtures.waiting import wait_until
 
 DESIGNED_FIELDS = {
     *("system", "tuned", "schedule", "policy", "shape", "parameters", "batch", "micro_batch", "sequence", "precision", "states"),
-    *("states_tier", "durability", "clip", "clip_rate", "kernels", "gpu_cap_bytes", "step_seconds", "step_seconds_all", "tflops"),
-    *("block_peak_tflops", "fraction_of_peak", "predicted_step_seconds", "gpu_peak_bytes", "plan_gpu_bytes", "host_peak_bytes"),
-    *("plan_host_bytes", "disk_bytes_per_second", "disk_mixed_bytes_per_second"),
+    *("states_tier", "durability", "clip", "max_norm", "clip_rate", "kernels", "gpu_cap_bytes", "step_seconds", "tflops"),
+    *("step_seconds_all", "block_peak_tflops", "fraction_of_peak", "predicted_step_seconds", "gpu_peak_bytes", "plan_gpu_bytes"),
+    *("host_peak_bytes", "plan_host_bytes", "disk_bytes_per_second", "disk_mixed_bytes_per_second"),
 }
 SERIAL, NAIVE, OPTIMIZED = UpdateSchedule
 

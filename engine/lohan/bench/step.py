@@ -24,7 +24,7 @@ from lohan.bench.step_plans import grouped, make_task, waves
 from lohan.bench.step_shapes import SHAPES, step_flops
 from lohan.bench.step_shared import Seat, SharedChild
 from lohan.bench.turns import Measurement, run_in_turns
-from lohan.config import ActivationPolicy, KernelSet
+from lohan.config import ActivationPolicy, Clip, KernelSet
 from lohan.errors import LohanError
 from lohan.hardware.probe import HardwareFacts, probe
 from lohan.planning.kept_footprint import KEPT
@@ -164,6 +164,7 @@ def _settings(options: StepOptions, setting: StepSetting) -> Record:
         "states_tier": str(setting.tier),
         "durability": str(options.durability),
         "clip": str(options.clip),
+        "max_norm": options.max_norm if options.clip is not Clip.NONE else None,
         "kernels": _kernels(setting.kernels),
         "device": options.device,
         "gpu_cap_bytes": options.gpu_cap_bytes,

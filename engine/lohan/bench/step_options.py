@@ -35,7 +35,7 @@ DEFAULT_STEPS: Final = 3
 DEFAULT_WARMUP: Final = 1
 SETTING_FIELDS: Final = (
     *("system", "tuned", "schedule", "policy", "shape", "batch", "sequence", "precision", "states", "states_tier", "durability", "clip"),
-    *("kernels", "gpu_cap_bytes", "host_cap_bytes", "activation_ram_bytes", "swapped_activation_bytes", "gradient_buffers"),
+    *("max_norm", "kernels", "gpu_cap_bytes", "host_cap_bytes", "activation_ram_bytes", "swapped_activation_bytes", "gradient_buffers"),
 )
 """Records that agree in these are measurements of the same."""
 _LEARNING_RATE: Final = 1e-5
