@@ -36,6 +36,8 @@ def test_all_parts_are_timed(name, device, precision):
     for part in (times.forward_seconds, times.backward_seconds, times.head_seconds):
         assert part.value > 0
         assert part.repetitions == 2
+    launches = (times.forward_launch_seconds, times.backward_launch_seconds)
+    assert [part is not None and part.value > 0 for part in launches] == [device == "cuda"] * 2
     absent = {
         "_to_copy": precision is Precision.FP32,  # nothing is cast
         "native_dropout": device == "cpu",  # there dropout is several operators

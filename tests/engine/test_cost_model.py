@@ -100,12 +100,20 @@ def test_an_update_reads_and_writes_all_states_and_reads_its_gradient(form, byte
 
 def test_a_phase_takes_as_long_as_its_slowest_resource():
     demand = Demand(gpu_seconds=3, m2g_bytes=40, g2m_bytes=20, ssd_read_bytes=8, ssd_written_bytes=2, host_memory_bytes=100, cpu_seconds=2)
+    demand += Demand(launch_seconds=1.5)
     phase = phase_seconds(demand, RATES)
     assert phase.seconds == pytest.approx(
         # PCIe: 20 B both ways at 8 B/s, 20 B more at 10. Drives: 2 B each way at 2 B/s, 6 B more read at 4.
-        {Term.GPU: 3, Term.M2G: 4, Term.G2M: 2, Term.PCIE: 4.5, Term.SSD: 2.5, Term.HOST_MEMORY: 1, Term.CPU: 2}
+        {Term.GPU: 3, Term.M2G: 4, Term.G2M: 2, Term.PCIE: 4.5, Term.SSD: 2.5, Term.HOST_MEMORY: 1, Term.CPU: 2, Term.LAUNCH: 1.5}
     )
     assert (phase.total, phase.binding) == (pytest.approx(4.5), Term.PCIE)
+
+
+def test_a_device_waits_for_its_kernels():
+    setting = replace(SETTING, forward_launch_seconds=12, backward_launch_seconds=20)
+    step = StepCost(setting, RATES)(Amounts(saved_seconds=15))
+    assert (step.forward.seconds[Term.LAUNCH], step.backward.seconds[Term.LAUNCH]) == (12, 20)
+    assert phase_seconds(Demand(gpu_seconds=10, launch_seconds=12), RATES).binding is Term.LAUNCH
 
 
 def test_a_cpu_that_is_the_device_does_one_thing_after_the_other():

@@ -63,11 +63,24 @@ TIMES = BlockTimes(
 
 
 def test_a_batch_takes_what_its_rows_take():
-    seconds = device_seconds(WORKLOAD, TIMES, batch=6, length=8)
+    seconds = device_seconds(WORKLOAD, TIMES, batch=6, length=8, micro_batch=2)
     assert seconds.forward == pytest.approx(3 * (BLOCKS * 0.4 + 0.2 / 4))
     assert seconds.backward == pytest.approx(3 * (BLOCKS * 0.8 + 0.2 * 3 / 4))
     # `down` is not computed again: 0.2 of 0.32 s of operators are.
     assert seconds.recompute == pytest.approx(3 * BLOCKS * 0.4 * 0.2 / 0.32)
+
+
+@pytest.mark.parametrize(("micro_batch", "regions"), [(6, 1), (4, 2), (1, 6)])
+def test_kernels_are_queued_once_for_each_micro_batch(micro_batch, regions):
+    times = TIMES.model_copy(update={"forward_launch_seconds": Measured(value=0.5), "backward_launch_seconds": Measured(value=0.75)})
+    seconds = device_seconds(WORKLOAD, times, batch=6, length=8, micro_batch=micro_batch)
+    assert (seconds.forward_launch, seconds.backward_launch) == (BLOCKS * regions * 0.5, BLOCKS * regions * 0.75)
+    unknown = device_seconds(WORKLOAD, TIMES, batch=6, length=8, micro_batch=micro_batch)
+    assert (unknown.forward_launch, unknown.backward_launch) == (0, 0)
+    sizes, order = measure(WORKLOAD, Precision.BF16), update_order(UpdateSchedule.OPTIMIZED, Clip.NONE)
+    placement = place_states(sizes, Precision.BF16, EngineSection(durability=Durability.NONE))
+    setting = step_setting(sizes, placement, order, seconds, kept_units=0)
+    assert (setting.forward_launch_seconds, setting.backward_launch_seconds) == (seconds.forward_launch, seconds.backward_launch)
 
 
 def test_candidates_are_what_may_be_kept_and_would_be_computed_again():
@@ -81,12 +94,12 @@ def test_candidates_are_what_may_be_kept_and_would_be_computed_again():
 def test_without_times_of_operators_nothing_can_be_kept():
     times = TIMES.model_copy(update={"operator_seconds": {}})
     assert candidates(WORKLOAD, times, batch=6, length=8, itemsize=2) == ()
-    assert device_seconds(WORKLOAD, times, batch=2, length=8).recompute == pytest.approx(BLOCKS * 0.4)
+    assert device_seconds(WORKLOAD, times, batch=2, length=8, micro_batch=2).recompute == pytest.approx(BLOCKS * 0.4)
 
 
 def test_times_of_another_model_are_refused():
     with pytest.raises(ConfigError, match="another model"):
-        device_seconds(WORKLOAD.model_copy(update={"vocabulary_size": 99}), TIMES, batch=1, length=8)
+        device_seconds(WORKLOAD.model_copy(update={"vocabulary_size": 99}), TIMES, batch=1, length=8, micro_batch=1)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +142,7 @@ def test_gradients_are_added_up_once_for_every_micro_batch():
 def test_a_setting_from_a_run():
     sizes = measure(WORKLOAD, Precision.BF16)
     engine = EngineSection(ram_state_bytes=1300 * 12 // 4, durability=Durability.STEP)
-    seconds = device_seconds(WORKLOAD, TIMES, batch=2, length=8)
+    seconds = device_seconds(WORKLOAD, TIMES, batch=2, length=8, micro_batch=2)
     order = update_order(UpdateSchedule.OPTIMIZED, Clip.NONE)
     setting = step_setting(sizes, place_states(sizes, Precision.BF16, engine), order, seconds, kept_units=2, gradient_seconds=0.5)
     assert (setting.read_share, setting.written_share) == (0.75, 1.0)

@@ -24,6 +24,7 @@ TERM_NAMES = {
     "ssd": "Drives",
     "host_memory": "RAM traffic",
     "cpu": "Optimizer",
+    "launch": "Launching kernels",
 }
 """By `lohan.planning.cost_model.Term`'s values, in the order in which pages list them; `device` is the GPU or the CPU."""
 CPU_TERM_NAMES = TERM_NAMES | {"gpu": "CPU", "cpu": "CPU, with updates"}

@@ -23,6 +23,7 @@ _TERM_NAMES = {
     "ssd": "drives",
     "host_memory": "host memory",
     "cpu": "optimizer",
+    "launch": "launching",
 }
 """By `lohan.planning.cost_model.Term`'s values."""
 _CASES = {

@@ -142,7 +142,7 @@ def _block_table(profile: HardwareProfile, models: Mapping[str, str]) -> Table:
     table = Table(title="One block, its weights on the device", title_justify="left")
     for name in ("model", "kernels", "precision"):
         table.add_column(name)
-    for name in ("rows", "tokens", "forward", "backward", "spread", "head and loss"):
+    for name in ("rows", "tokens", "forward", "backward", "spread", "head and loss", "launching"):
         table.add_column(name, justify="right")
     for block in profile.blocks:
         head = block.head_seconds
@@ -156,6 +156,7 @@ def _block_table(profile: HardwareProfile, models: Mapping[str, str]) -> Table:
             _seconds(block.backward_seconds),
             f"{max(block.forward_seconds.spread, block.backward_seconds.spread):.0%}",
             "-" if head is None else _seconds(head),
+            " + ".join(_seconds(figure) for figure in (block.forward_launch_seconds, block.backward_launch_seconds) if figure) or "-",
         )
     return table
 

@@ -42,6 +42,10 @@ class BlockTimes(_Facts):
     """Of the forward, by `OperatorWorkload.label`: medians."""
     head_seconds: Measured | None = None
     """Final norm, output projection and loss of the same rows: forward and backward, the loss head's recomputation included."""
+    forward_launch_seconds: Measured | None = None
+    """Of the host's one thread that queues the forward's kernels as a run does; None on a CPU, which is itself the device."""
+    backward_launch_seconds: Measured | None = None
+    """The same of the backward, recomputation included."""
 
 
 class UpdateRate(_Facts):

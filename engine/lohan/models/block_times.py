@@ -71,12 +71,14 @@ def measure_block(
     install_kernels(model, kernels)
     units = find_units(model)
     projection = output_projection(model)
-    repeat = _Repetition(repetitions, device, parts=2 if projection is None else 3, on_progress=on_progress)
+    on_gpu = device.type == "cuda"
+    repeat = _Repetition(repetitions, device, parts=2 + on_gpu + (projection is not None), on_progress=on_progress)
     hidden = torch.randn(rows, length, workload.hidden_size, device=device, dtype=dtype, requires_grad=True)
 
     block = _BlockPasses(*first_block(model, units), hidden)
     passes = repeat(block.time_passes)
     operators = repeat(block.time_operators)
+    launches = repeat(block.time_launches) if on_gpu else []
     block.free()
     head_passes = []
     if projection is not None:
@@ -95,6 +97,8 @@ def measure_block(
             for operator in workload.operators_of(kernels)
         },
         head_seconds=_measured(head_passes) if head_passes else None,
+        forward_launch_seconds=_measured([forward for forward, _ in launches]) if launches else None,
+        backward_launch_seconds=_measured([backward for _, backward in launches]) if launches else None,
     )
 
 
@@ -203,6 +207,29 @@ class _BlockPasses:
             operators.close()
         return timer.seconds()
 
+    def time_launches(self) -> tuple[float, float]:
+        """Seconds in which the host queues a forward, and a recomputation with the backward, while the device is busy with other work.
+
+        As in a run that keeps some operators' outputs: through a checkpoint, in which every operator's label is looked up.
+        """
+        operators = BlockOperators(self._block)
+        try:
+            self._clock.wait()
+            self._clock.give_head_start()
+            begin = time.perf_counter()
+            output = checkpoint(
+                self._forward, use_reentrant=False, context_fn=lambda: (_OperatorFollower(operators), _OperatorFollower(operators))
+            )
+            middle = time.perf_counter()
+            output.backward(self._gradient)
+            end = time.perf_counter()
+            self._clock.wait()
+        finally:
+            operators.close()
+        self._hidden.grad = None
+        self._block.zero_grad(set_to_none=True)
+        return middle - begin, end - middle
+
     def free(self) -> None:
         """Give the block's memory back."""
         self._block.to("meta")
@@ -211,6 +238,22 @@ class _BlockPasses:
         output = self._block(self._hidden, **self._arguments)
         first: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return first
+
+
+class _OperatorFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks up the label of each operator."""
+
+    def __init__(self, operators: BlockOperators) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators = operators
+
+    def __enter__(self) -> Any:
+        self._operators.begin()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._operators.label(function)
+        return function(*args, **(kwargs or {}))
 
 
 class _OperatorTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -169,7 +169,9 @@ class Chooser:
             times = nearest_times(workload, training, self._kernels, self._profile, micro_batch)
             self._blocks[micro_batch] = None
             if times is not None:
-                seconds = device_seconds(workload, times, batch=training.batch_size, length=training.sequence_length)
+                seconds = device_seconds(
+                    workload, times, batch=training.batch_size, length=training.sequence_length, micro_batch=micro_batch
+                )
                 self._blocks[micro_batch] = _Block(seconds, self._candidates(fit, times))
         return self._blocks[micro_batch]
 

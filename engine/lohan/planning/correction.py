@@ -201,7 +201,9 @@ def _factors(running: Running, steps: Sequence[MeasuredStep], traces: Sequence[S
         problem, cost = running.of(step).problem
         amounts = _amounts(problem, running.retention)
         before, after = cost.forward_demand(amounts), cost.backward_demand(amounts)
-        forward, backward = forward + before.gpu_seconds, backward + after.gpu_seconds
+        # A device that waits for its kernels is under way all the same, as traces see it.
+        forward += max(before.gpu_seconds, before.launch_seconds)
+        backward += max(after.gpu_seconds, after.launch_seconds)
         on_cpu += after.cpu_seconds + cost.update_demand().cpu_seconds
     rates = Rates.of(running.profile, running.fit.placement.form, on_cpu=running.fit.gpu is None)
     if rates.on_cpu:
@@ -301,6 +303,8 @@ def _slower_block(times: BlockTimes, factors: Factors) -> BlockTimes:
             "operator_seconds": {label: seconds * forward for label, seconds in times.operator_seconds.items()},
             # A quarter of the head's time is its forward.
             "head_seconds": _times(times.head_seconds, (forward + 3 * backward) / 4),
+            "forward_launch_seconds": _times(times.forward_launch_seconds, forward),
+            "backward_launch_seconds": _times(times.backward_launch_seconds, backward),
         }
     )
 

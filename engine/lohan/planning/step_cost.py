@@ -87,6 +87,9 @@ class StepSetting:
     """The part of all updates that is taken back and done again: of speculated ones those of clipped steps."""
     speculated_share: float = 1.0
     """Of the updates, what may begin before the norm is known where the order speculates."""
+    forward_launch_seconds: float = 0.0
+    """In which the forward's kernels are queued, for the whole batch."""
+    backward_launch_seconds: float = 0.0
 
     @property
     def gradient_bytes(self) -> int:
@@ -205,6 +208,7 @@ class StepCost:
             ssd_read_bytes=read,
             ssd_written_bytes=on_drives,
             host_memory_bytes=self._passes * (weights + swapped) + read + on_drives,
+            launch_seconds=self.setting.forward_launch_seconds,
         )
 
     def backward_demand(self, amounts: Amounts) -> Demand:
@@ -218,6 +222,7 @@ class StepCost:
             ssd_read_bytes=read + on_drives,
             host_memory_bytes=self._passes * (weights + swapped + gradients) + self._norm_bytes + read + on_drives,
             cpu_seconds=self._norm_seconds,
+            launch_seconds=self.setting.backward_launch_seconds,
         )
 
     def update_demand(self) -> Demand:

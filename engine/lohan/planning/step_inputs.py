@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lohan.errors import ConfigError
-from lohan.hardware.profile import BlockTimes
+from lohan.hardware.profile import BlockTimes, Measured
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS, Placement, Sizes, slot_sizes
 from lohan.planning.schedule import UpdateOrder
 from lohan.planning.step_cost import StepSetting
@@ -24,6 +24,10 @@ class DeviceSeconds:
     """Without recomputation of blocks."""
     recompute: float
     """Of all blocks, if nothing is kept: less than their forward, since a recomputation ends when autograd has all that it saved."""
+    forward_launch: float = 0.0
+    """Of the thread that queues the kernels of all blocks; 0 where that was not measured."""
+    backward_launch: float = 0.0
+    """With recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,10 @@ class Candidate:
         return self.seconds_per_block / self.bytes_per_block
 
 
-def device_seconds(workload: Workload, times: BlockTimes, *, batch: int, length: int) -> DeviceSeconds:
+def device_seconds(workload: Workload, times: BlockTimes, *, batch: int, length: int, micro_batch: int) -> DeviceSeconds:
     """What the batch takes, from the measured times of one block on other rows: in proportion to its FLOPs, the head's to its tokens.
 
-    Blocks of a workload whose operators were not counted go by tokens.
+    Blocks of a workload whose operators were not counted go by tokens. Kernels are queued once for each micro-batch, however many rows.
 
     Raises:
         ConfigError: the times are those of another model.
@@ -58,11 +62,18 @@ def device_seconds(workload: Workload, times: BlockTimes, *, batch: int, length:
     measured = sum(times.operator_seconds.values())
     again = sum(times.operator_seconds.get(operator.label, 0.0) for operator in _operators(workload, times) if operator.is_recomputed)
     block_forward = times.forward_seconds.value * scale * blocks
+    launches = blocks * -(-batch // micro_batch)
     return DeviceSeconds(
         forward=block_forward + head / _HEAD_PARTS,
         backward=times.backward_seconds.value * scale * blocks + head * (1 - 1 / _HEAD_PARTS),
         recompute=block_forward * (again / measured if again else 1.0),
+        forward_launch=launches * _seconds(times.forward_launch_seconds),
+        backward_launch=launches * _seconds(times.backward_launch_seconds),
     )
+
+
+def _seconds(measured: Measured | None) -> float:
+    return 0.0 if measured is None else measured.value
 
 
 def candidates(workload: Workload, times: BlockTimes, *, batch: int, length: int, itemsize: int) -> tuple[Candidate, ...]:
@@ -174,4 +185,6 @@ def step_setting(
         reorders_left=reorders_left,
         redone_share=redone_share,
         speculated_share=speculated_share,
+        forward_launch_seconds=seconds.forward_launch,
+        backward_launch_seconds=seconds.backward_launch,
     )
