@@ -222,7 +222,8 @@ def _asked(options: StepOptions, tier: StatesTier, batch: int, *, tuned: bool) -
 
 def _settings(task: PeerTask) -> Record:
     """The fields of `lohan bench step` that say what was asked for; those that only LoHan has are null."""
-    no_schedule = {"schedule": None, "clip_rate": None, "predicted_step_seconds": None, "plan_gpu_bytes": None, "plan_host_bytes": None}
+    no_plan = dict.fromkeys(("predicted_step_seconds", "plan_gpu_bytes", "plan_host_bytes"))
+    not_told = dict.fromkeys(("schedule", "clip_rate", "gradient_norm"))
     no_rates = dict.fromkeys(("block_peak_tflops", "fraction_of_peak", "disk_bytes_per_second", "disk_mixed_bytes_per_second"))
     return {
         "system": str(task.system),
@@ -242,7 +243,8 @@ def _settings(task: PeerTask) -> Record:
         "kernels": "liger" if task.tuned and task.device != "cpu" else "eager",
         "device": "cpu" if task.device == "cpu" else "gpu",
         "gpu_cap_bytes": task.gpu_cap_bytes,
-        **no_schedule,
+        **not_told,
+        **no_plan,
         **no_rates,
     }
 

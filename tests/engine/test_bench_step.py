@@ -33,9 +33,9 @@ from tests.fixtures.waiting import wait_until
 
 DESIGNED_FIELDS = {
     *("system", "tuned", "schedule", "policy", "shape", "parameters", "batch", "micro_batch", "sequence", "precision", "states"),
-    *("states_tier", "durability", "clip", "max_norm", "clip_rate", "kernels", "gpu_cap_bytes", "step_seconds", "tflops"),
-    *("step_seconds_all", "block_peak_tflops", "fraction_of_peak", "predicted_step_seconds", "gpu_peak_bytes", "plan_gpu_bytes"),
-    *("host_peak_bytes", "plan_host_bytes", "disk_bytes_per_second", "disk_mixed_bytes_per_second"),
+    *("states_tier", "durability", "clip", "max_norm", "clip_rate", "gradient_norm", "kernels", "gpu_cap_bytes"),
+    *("step_seconds", "step_seconds_all", "tflops", "block_peak_tflops", "fraction_of_peak", "predicted_step_seconds"),
+    *("gpu_peak_bytes", "plan_gpu_bytes", "host_peak_bytes", "plan_host_bytes", "disk_bytes_per_second", "disk_mixed_bytes_per_second"),
 }
 SERIAL, NAIVE, OPTIMIZED = UpdateSchedule
 
@@ -81,6 +81,7 @@ def test_files_durability_and_clipping_make_a_complete_document(tmp_path, monkey
         "plan_gpu_bytes": None, "bytes_read_per_step": 0, "device": "cpu",
     }  # fmt: skip
     assert {name: record[name] for name in expected} == expected
+    assert record["gradient_norm"] > record["max_norm"] == 0.001
     assert record["bytes_written_per_step"] >= 6 * record["parameters"]
     assert 0 < record["host_peak_bytes"] <= record["plan_host_bytes"]
     assert set(record["busy"]) == {"gpu", "m2g", "g2m", "ssd_read", "ssd_write", "cpu"}

@@ -218,6 +218,7 @@ def step_record(
         "kernels": _kernels(results[0]["kernels"]),
         "device": "gpu" if on_gpu else "cpu",
         "clip_rate": median([result["clip_rate"] for result in results]),
+        "gradient_norm": median([result["gradient_norm"] for result in results]),
         "step_seconds": step_seconds,
         "step_seconds_all": seconds,
         "setup_seconds": median(measurement.setup_seconds),

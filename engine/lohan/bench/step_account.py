@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lohan.bench.records import median
 from lohan.bench.step_memory import host_peak_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class Account:
     bytes_read: int = 0
     bytes_written: int = 0
     clipped_steps: int = 0
+    gradient_norms: list[float] = field(default_factory=list)
+    """Of each step, before clipping."""
     host_peak_bytes: int = 0
     gpu_reserved_peak_bytes: int = 0
     gpu_allocated_peak_bytes: int = 0
@@ -67,6 +70,7 @@ class Account:
             "bytes_read": self.bytes_read // steps,
             "bytes_written": self.bytes_written // steps,
             "clip_rate": self.clipped_steps / steps,
+            "gradient_norm": median(self.gradient_norms) if self.gradient_norms else None,
             "host_peak_bytes": self.host_peak_bytes,
             "gpu_peak_bytes": self.gpu_reserved_peak_bytes + (context_bytes or 0) if on_gpu else None,
             "gpu_allocated_peak_bytes": self.gpu_allocated_peak_bytes if on_gpu else None,

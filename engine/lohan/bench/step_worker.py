@@ -156,9 +156,12 @@ class StepRun:
         value = float(loss.detach())  # which waits for the device, as a run's log does
         session.wait_gradients()
         end = time.perf_counter()
+        statistics = session.statistics
+        assert statistics.last_step is not None, "its gradients have been looked at"
+        self._account.gradient_norms.append(statistics.last_step.gradient_norm)
         if session.durability is Durability.STEP:
             session.commit({})
-        skipped = session.statistics.skipped_steps
+        skipped = statistics.skipped_steps
         if value != value or skipped:
             raise EngineError(f"the loss of step {session.steps} is {value}, and {skipped} steps were left out")
         return value, end
