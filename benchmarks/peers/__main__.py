@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.peers.comparison import PeerOptions, compare
 from benchmarks.peers.settings import System
 from lohan.bench import records, show
-from lohan.bench.step_options import SETTING_FIELDS, StatesTier, StepOptions
+from lohan.bench.step_options import SETTING_FIELDS, StateKind, StatesTier, StepOptions
 from lohan.bench.step_shapes import ShapeName
 from lohan.cli.measuring import terminated_in_order
 from lohan.config import Precision
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             measured = compare(options, watcher)
         content = records.document("peers", measured, directories=options.base.used_directories)
         if parsed.output is not None:
-            key = (*SETTING_FIELDS, "compared_with")
+            key = (*SETTING_FIELDS, "compared_with", "lohan_states")
             records.write_document(parsed.output, records.appended(parsed.output, content, key=key) if parsed.append else content)
     except LohanError as error:
         sys.stderr.write(f"peers: {error}\n")
@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-cap", type=parse_bytes, metavar="BYTES", help="of the GPU's memory, for every system, e.g. 24G (all)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (%(default)s)")
     parser.add_argument("--precision", type=Precision, choices=list(Precision), default=Precision.BF16, help="%(default)s")
+    parser.add_argument("--states", type=StateKind, choices=list(StateKind), help="of LoHan; others keep exact ones (those of --precision)")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="the largest that clipping leaves, of every tuned system (%(default)s)")
     parser.add_argument("--profiles", type=Path, help="folder of `lohan profile`, by which LoHan's plan then goes")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each (%(default)s)")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them (%(default)s)")
@@ -78,6 +80,8 @@ def _options(parsed: argparse.Namespace) -> PeerOptions:
         gpu_cap_bytes=parsed.gpu_cap,
         device=parsed.device,
         precision=parsed.precision,
+        states=parsed.states,
+        max_norm=parsed.max_norm,
         profiles=parsed.profiles,
         steps=parsed.steps,
         warmup=parsed.warmup,

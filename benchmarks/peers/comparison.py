@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from benchmarks.peers.settings import MAX_NORM, TRAITS, PeerTask, System, micro_batches, reason_not_to_run
+from benchmarks.peers.settings import TRAITS, PeerTask, System, micro_batches, reason_not_to_run
 from lohan.bench import step
 from lohan.bench.records import Record, Watcher, median
 from lohan.bench.step_child import ChildFailed, StepChild
@@ -35,7 +35,7 @@ class PeerOptions:
     """What is compared."""
 
     base: StepOptions
-    """Shape, batches, tiers, folders, caps and steps; its schedule and clipping are not used."""
+    """Shape, batches, tiers, folders, caps, steps, largest norm, and LoHan's states; its schedule and clipping are not used."""
     systems: tuple[System, ...] = tuple(System)
     kinds: tuple[bool, ...] = (True, False)
     """Tuned, and as installed."""
@@ -79,7 +79,7 @@ def compare(options: PeerOptions, watcher: Watcher) -> list[Record]:
 def _our_options(base: StepOptions, tier: StatesTier, batch: int, *, tuned: bool) -> StepOptions:
     clip = Clip.GLOBAL if tuned else Clip.NONE
     changed: dict[str, Any] = {"tiers": (tier,), "batches": (batch,), "clip": clip, "schedules": (UpdateSchedule.OPTIMIZED,)}
-    return StepOptions(**{**vars(base), **changed, "max_norm": MAX_NORM})
+    return StepOptions(**{**vars(base), **changed})
 
 
 def _peer_task(options: StepOptions, system: System, tier: StatesTier, batch: int, *, device: str, tuned: bool) -> PeerTask:
@@ -96,6 +96,7 @@ def _peer_task(options: StepOptions, system: System, tier: StatesTier, batch: in
         directories=options.named_directories(tier),
         micro_batch=batch,
         variant=TRAITS[system].variants[0] if system is not System.TORCH or tuned else "keep",
+        largest_norm=options.max_norm,
     )
 
 
@@ -215,7 +216,7 @@ def _asked(options: StepOptions, tier: StatesTier, batch: int, *, tuned: bool) -
         "precision": str(options.precision),
         "states_tier": str(tier),
         "clip": str(Clip.GLOBAL if tuned else Clip.NONE),
-        "max_norm": MAX_NORM if tuned else None,
+        "max_norm": options.max_norm if tuned else None,
         "gpu_cap_bytes": options.gpu_cap_bytes,
     }
 
@@ -270,6 +271,7 @@ def _record(measurement: Measurement, ours: Record, *, in_turns: bool) -> Record
         "tflops": step_flops(task.shape, task.batch, task.sequence) / step_seconds / 1e12,
         **{name: peak(name) for name in ("gpu_peak_bytes", "gpu_allocated_peak_bytes", "gpu_context_bytes", "host_peak_bytes")},
         "compared_with": step.SYSTEM,
+        "lohan_states": ours.get("states"),
         "lohan_step_seconds": own,
         "ratio_to_lohan": step_seconds / own if own is not None else None,
     }

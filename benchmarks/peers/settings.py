@@ -17,7 +17,6 @@ from lohan.config import Precision
 from lohan.units import format_bytes
 
 LEARNING_RATE: Final = 1e-5
-MAX_NORM: Final = 1.0
 # bf16 weights, fp32 masters, gradients and moments; activations come on top.
 TORCH_BYTES_PER_PARAMETER: Final = 18
 
@@ -79,6 +78,8 @@ class PeerTask(BaseModel):
     micro_batch: int
     """Rows that run through the model at once; divides the batch."""
     variant: str
+    largest_norm: float = 1.0
+    """Of gradients, that clipping leaves where the system is tuned."""
 
     @property
     def shape(self) -> Shape:
@@ -87,7 +88,7 @@ class PeerTask(BaseModel):
     @property
     def max_norm(self) -> float | None:
         """Clipping is part of how a system is tuned: as installed none of them clips."""
-        return MAX_NORM if self.tuned else None
+        return self.largest_norm if self.tuned else None
 
     @property
     def name(self) -> str:

@@ -46,6 +46,7 @@ def test_torch_and_lohan_take_steps_in_turns_and_the_others_say_why_not(tmp_path
     assert torch_record["in_turns"]
     assert ours["compared_with"] == "torch"
     assert len(ours["step_seconds_all"]) == len(torch_record["step_seconds_all"]) == 2
+    assert torch_record["lohan_states"] == ours["states"] == "fp32"
     assert torch_record["ratio_to_lohan"] == torch_record["step_seconds"] / ours["step_seconds"]
     same = ("tuned", "shape", "parameters", "batch", "sequence", "precision", "clip", "max_norm", "device", "gpu_cap_bytes")
     assert {name: torch_record[name] for name in same} == {name: ours[name] for name in same}
