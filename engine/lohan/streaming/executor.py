@@ -41,6 +41,7 @@ from lohan.streaming.choices import (
     choose_retention,
     choose_rules,
     choose_states,
+    choose_threads,
     member,
 )
 from lohan.streaming.device import resolve_device
@@ -374,7 +375,7 @@ def init(
             load; None takes the plan's, else 0.
         retention: which operators' outputs are kept from forward to backward, and where; None takes the plan's, else none are, and every
             block is computed again.
-        threads: for the optimizer; 0 means all CPUs this process may use.
+        threads: for the optimizer; 0 means all CPUs this process may use, from 8 on but two, which launch kernels.
         chunk_parameters: grain of state I/O, a multiple of 2048; None takes the plan's, else 32 Mi. States are resumed with their own.
         debug: how the engine helps to find its own faults.
         trace: records some of the steps.
@@ -411,7 +412,7 @@ def init(
         precision=precision,
         states=StateOptions.of(precision, states, durability, ram_bytes, spare_bytes, unsafe_filesystems, resume, resume_from),
         slots=size_slots([layout.elements for layout in layouts], order.backward, working=slots, kept=kept_units),
-        threads=threads,
+        threads=choose_threads(threads),
         debug=debug,
         rules=rules,
         counts=StepCounts(layouts, group_of),
