@@ -41,7 +41,8 @@ class ThreadPool:
     """
     Worker threads for the compute kernels, on the CPUs of the maker's affinity mask.
 
-    Calls from several threads take turns. Using it in a forked child raises RuntimeError.
+    They give way to the process's other threads. Calls from several threads take turns. Using it in a forked
+    child raises RuntimeError.
     """
 
     def __init__(self, threads: int = 0) -> None:

@@ -288,7 +288,8 @@ class EngineSection(_Section):
     gradients are clipped, which takes durability `step` or, where all states lie in RAM, room for a second place of theirs; `auto`
     speculates while fewer of the last 32 steps would be done again than pay: a quarter, or what the plan says of states in RAM."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """CPU threads for the optimizer and for `device = "cpu"`; 0 means all this process may use."""
+    """CPU threads for the optimizer and for `device = "cpu"`; 0 means one for each CPU this process may use, and for the optimizer, of 8 or
+    more, two fewer: those are for the threads that launch the GPU's work."""
 
 
 class OutputSection(_Section):

@@ -174,7 +174,8 @@ void InitAdam(nb::module_& m) {
   nb::class_<ThreadPool>(m, "ThreadPool",
                          R"(Worker threads for the compute kernels, on the CPUs of the maker's affinity mask.
 
-Calls from several threads take turns. Using it in a forked child raises RuntimeError.)")
+They give way to the process's other threads. Calls from several threads take turns. Using it in a forked
+child raises RuntimeError.)")
       .def(nb::init<int>(), nb::arg("threads") = 0,
            R"(Start `threads` workers; 0 starts one per CPU in the affinity mask.
 

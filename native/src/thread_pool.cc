@@ -1,9 +1,11 @@
 #include "lohan/thread_pool.h"
 
 #include <sched.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -27,6 +29,17 @@ int CountOfThreads(int threads, const std::vector<Cpu>& cpus) {
   // Without a mask (more CPUs than it holds) the count is a fallback.
   return cpus.empty() ? std::max(1, static_cast<int>(std::thread::hardware_concurrency()))
                       : static_cast<int>(cpus.size());
+}
+
+/// Lowers the calling thread's priority, for good: raising it again takes a privilege.
+void YieldToOthers() {
+  // On Linux the calls mean the thread whose number is given, 0 the calling one. It has its maker's value.
+  errno = 0;
+  const int inherited = getpriority(PRIO_PROCESS, 0);
+  if (inherited == -1 && errno != 0) return;  // -1 is a priority, too
+  // Advice: a sandbox may refuse, and updates are right at any priority. The kernel takes more than 19
+  // for 19.
+  static_cast<void>(setpriority(PRIO_PROCESS, 0, inherited + kYieldedPriority));
 }
 
 /// The next index of one worker's share. Alone in its cache line: its owner counts on it without disturbing
@@ -90,6 +103,7 @@ class ThreadPool::Workers {
 
   void Work(size_t index) {
     Pin(index);
+    YieldToOthers();
     int64_t seen = 0;
     std::unique_lock lock(mutex_);
     while (true) {

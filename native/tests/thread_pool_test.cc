@@ -1,10 +1,19 @@
 #include "lohan/thread_pool.h"
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sched.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <cstddef>
+#include <iterator>
 #include <stdexcept>
 #include <thread>
 #include <tuple>
@@ -103,6 +112,78 @@ TEST(PinnedWorkersHaveCpusOfTheirOwnAndOthersTheMakersMask) {
       CHECK_EQUAL(sched_getaffinity(0, sizeof(cpu_set_t), &masks[static_cast<size_t>(i)]), 0);
     });
     for (const cpu_set_t& mask : masks) CHECK_EQUAL(CPU_COUNT(&mask), allowed);
+  }
+}
+
+/// The nice value of every worker of a new pool, where each runs at least one task.
+std::vector<int> PrioritiesOfWorkers(int threads) {
+  ThreadPool pool(threads);
+  std::vector<int> priorities(static_cast<size_t>(threads));
+  std::atomic<int> arrived = 0;
+  pool.Run(threads, [&](int64_t index) {
+    priorities[static_cast<size_t>(index)] = getpriority(PRIO_PROCESS, 0);
+    // Nobody takes a second task before everybody has one.
+    for (++arrived; arrived < threads;) std::this_thread::yield();
+  });
+  return priorities;
+}
+
+/// Runs `body` in a process of its own and returns its result, from 0 to 255.
+template <typename Body>
+int InChild(const Body& body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(body());
+  int status = 0;
+  CHECK_EQUAL(waitpid(child, &status, 0), child);
+  CHECK(WIFEXITED(status));
+  return WEXITSTATUS(status);
+}
+
+bool AllAre(const std::vector<int>& values, int expected) {
+  return std::all_of(values.begin(), values.end(), [&](int value) { return value == expected; });
+}
+
+TEST(WorkersYieldToTheThreadThatMadeThem) {
+  const int own = getpriority(PRIO_PROCESS, 0);
+  CHECK(AllAre(PrioritiesOfWorkers(3), std::min(own + kYieldedPriority, 19)));
+  CHECK_EQUAL(getpriority(PRIO_PROCESS, 0), own);
+  // In children: a priority is not to be had back.
+  for (const int makers : {own, std::max(own, 18), 19}) {
+    CHECK_EQUAL(InChild([&] {
+                  if (setpriority(PRIO_PROCESS, 0, makers) != 0) return 2;
+                  const int expected = std::min(makers + kYieldedPriority, 19);
+                  return AllAre(PrioritiesOfWorkers(2), expected) ? 0 : 1;
+                }),
+                0);
+  }
+}
+
+/// Has one system call fail with EPERM in this process from now on, as a container's profile does. False
+/// where the kernel takes no filter.
+bool Forbid(long call) {
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<unsigned>(call), 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter = {std::size(program), program};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+
+TEST(WorkersWorkWherePrioritiesAreRefused) {
+  constexpr int kNoFilter = 77;
+  for (const long call : {SYS_getpriority, SYS_setpriority}) {
+    const int result = InChild([&] {
+      if (!Forbid(call)) return kNoFilter;
+      ThreadPool pool(2);
+      std::atomic<int64_t> sum = 0;
+      pool.Run(10, [&](int64_t index) { sum += index; });
+      return sum.load() == 45 ? 0 : 1;
+    });
+    if (result == kNoFilter) test::Skip("the kernel takes no seccomp filter");
+    CHECK_EQUAL(result, 0);
   }
 }
 

@@ -45,7 +45,7 @@ class HostMeasurements:
     """What the CPU does with arrays that no cache holds.
 
     Args:
-        pool: the threads of the native core; torch is to have as many.
+        pool: the threads of the native core, as many as a run has.
         free_bytes: of host memory; a quarter is used at most.
 
     Raises:

@@ -20,6 +20,7 @@ from lohan.profiling.drives import measure_commit, measure_drives
 from lohan.profiling.host import HostMeasurements, torch_threads
 from lohan.profiling.progress import Meter, OnProgress
 from lohan.profiling.timing import THOROUGH, Effort
+from lohan.streaming.choices import choose_threads
 
 if TYPE_CHECKING:
     from lohan.hardware.probe import HardwareFacts
@@ -58,7 +59,7 @@ def measure_machine(
         facts: of the machine as the device sees it (`facts_of_device`), with the state directories.
         device: what blocks are to be computed on.
         state_directories: what is written to, a bounded amount; those of `facts`.
-        threads: of the CPU; 0 takes one for each CPU this process may use.
+        threads: of the CPU; 0 takes what a run does: `choose_threads` for the native core, and torch's own number for torch.
         on_progress: is told of every stage, and why a figure is missing.
         effort: how long is measured.
 
@@ -68,11 +69,11 @@ def measure_machine(
     Raises:
         CapacityError: host or GPU have too little memory free for figures that no profile goes without.
     """
-    pool = ThreadPool(threads)
+    pool = ThreadPool(choose_threads(threads))
     fields: dict[str, Any] = {}
     stages = list(_stages(facts, device, state_directories, pool, effort))
     meter = Meter([stage.figures * (effort.seconds + _START_SECONDS) for stage in stages], on_progress)
-    with torch_threads(pool.threads):
+    with torch_threads(threads or torch.get_num_threads()):
         for stage in stages:
             meter.begin(stage.what)
             try:

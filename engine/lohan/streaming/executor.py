@@ -30,12 +30,20 @@ from lohan.models.kernels import InstalledKernels, install_kernels, resolve_kern
 from lohan.planning.operations import expected_order
 from lohan.planning.retention import Retention
 from lohan.planning.slots import size_slots
-from lohan.planning.state_form import StateForm
 from lohan.planning.step_trace import Wait
 from lohan.planning.tiers import Tier
 from lohan.planning.workload import UnitKind
 from lohan.streaming import installation
-from lohan.streaming.choices import check_ranges, choose, choose_grain, choose_retention, choose_rules, choose_states, member
+from lohan.streaming.choices import (
+    check_ranges,
+    choose,
+    choose_grain,
+    choose_retention,
+    choose_rules,
+    choose_states,
+    choose_threads,
+    member,
+)
 from lohan.streaming.device import resolve_device
 from lohan.streaming.hyperparameters import StepCounts
 from lohan.streaming.kept_decisions import Limits, block_decisions
@@ -301,18 +309,18 @@ def init(
     micro_batch_size: int | None = None,
     grain: UnitGrain | str = UnitGrain.AUTO,
     device: str = "auto",
-    precision: Precision = Precision.BF16,
+    precision: Precision | str = Precision.BF16,
     kernels: KernelSet | str = KernelSet.AUTO,
-    states: States = States.AUTO,
+    states: States | str = States.AUTO,
     schedule: UpdateSchedule | str = UpdateSchedule.OPTIMIZED,
     clip: Clip | str = Clip.NONE,
     max_gradient_norm: float = 1.0,
     clip_updates: ClipUpdate | str = ClipUpdate.AUTO,
     gradient_buffers: GradientBuffers | str = GradientBuffers.AUTO,
-    durability: Durability = Durability.NONE,
+    durability: Durability | str = Durability.NONE,
     ram_state_bytes: int | None = None,
     spare_state_bytes: int | None = None,
-    unsafe_filesystems: UnsafeFilesystems = UnsafeFilesystems.REFUSE,
+    unsafe_filesystems: UnsafeFilesystems | str = UnsafeFilesystems.REFUSE,
     resume: bool = False,
     resume_from: str | None = None,
     weights: WeightSource | None = None,
@@ -322,7 +330,7 @@ def init(
     retention: Retention | None = None,
     threads: int = 0,
     chunk_parameters: int | None = None,
-    debug: DebugMode = DebugMode.OFF,
+    debug: DebugMode | str = DebugMode.OFF,
     trace: Trace | None = None,
 ) -> Session:
     """Put the engine under `model`: afterwards `model(input_ids=…, labels=…).loss.backward()` updates it, one backward being one step.
@@ -367,13 +375,13 @@ def init(
             load; None takes the plan's, else 0.
         retention: which operators' outputs are kept from forward to backward, and where; None takes the plan's, else none are, and every
             block is computed again.
-        threads: for the optimizer; 0 means all CPUs this process may use.
+        threads: for the optimizer; 0 means all CPUs this process may use, from 8 on but two, which launch kernels.
         chunk_parameters: grain of state I/O, a multiple of 2048; None takes the plan's, else 32 Mi. States are resumed with their own.
         debug: how the engine helps to find its own faults.
         trace: records some of the steps.
 
     Raises:
-        ConfigError: a number is out of range, there is no such device, or the kernel set cannot run on it.
+        ConfigError: a number is out of range, an option has no such value, there is no such device, or the kernel set cannot run on it.
         EngineError: model or optimizer are in a state the engine cannot honour.
         ModelError: no blocks were found, or `weights` do not fit.
         CapacityError: the state directories cannot hold the states, or host memory what moves through it.
@@ -383,12 +391,12 @@ def init(
     check_ranges(batch_size=batch_size, seq_length=seq_length, state_directories=len(state_directories))
     micro_batch_size, slots, kept_units = choose(micro_batch_size, slots, kept_units, batch_size, plan)
     rules = choose_rules(schedule, clip, max_gradient_norm, clip_updates, gradient_buffers, plan)
+    precision, debug = member(Precision, precision, "precision"), member(DebugMode, debug, "debug")
     torch_device = resolve_device(device)
     kernels = resolve_kernels(member(KernelSet, kernels, "kernels"), torch_device, plan.kernels if plan is not None else KernelSet.AUTO)
     units = find_units(model, choose_grain(member(UnitGrain, grain, "grain"), plan))
     installation.check_model(model, units)
     chunk_parameters, ram_bytes, spare_bytes = choose_states(chunk_parameters, ram_state_bytes, spare_state_bytes, plan)
-    kept = block_decisions(units, choose_retention(retention, plan))
     if not resume and resume_from is None:
         installation.check_weights(model, units, weights)
     runtimes, group_of = installation.lay_out(units, optimizer, chunk_parameters)
@@ -402,15 +410,15 @@ def init(
         [Path(directory) for directory in state_directories],
         device=torch_device,
         precision=precision,
-        states=StateOptions(StateForm.of(precision, states), durability, ram_bytes, spare_bytes, unsafe_filesystems, resume, resume_from),
+        states=StateOptions.of(precision, states, durability, ram_bytes, spare_bytes, unsafe_filesystems, resume, resume_from),
         slots=size_slots([layout.elements for layout in layouts], order.backward, working=slots, kept=kept_units),
-        threads=threads,
+        threads=choose_threads(threads),
         debug=debug,
         rules=rules,
         counts=StepCounts(layouts, group_of),
         host_budget_bytes=plan.tier(Tier.RAM).capacity_bytes if plan is not None else None,
         load=lambda states: installation.load(states, runtimes, weights),
-        kept=kept,
+        kept=block_decisions(units, choose_retention(retention, plan)),
         limits=limits,
         trace=trace,
     )

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from lohan.config import Durability, GradientBuffers, Precision, UnsafeFilesystems
+from lohan.config import Durability, GradientBuffers, Precision, States, UnsafeFilesystems
 from lohan.memory.arena import Arena, Paging
 from lohan.memory.store import Store
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS
@@ -29,6 +29,7 @@ from lohan.planning.state_form import StateForm
 from lohan.planning.tiers import Tier
 from lohan.states.record import FOLDER
 from lohan.states.state_store import StateStore
+from lohan.streaming.choices import member
 from lohan.streaming.clipping import UpdateRules
 from lohan.streaming.gradients import GradientOffload
 from lohan.streaming.hyperparameters import StepCounts
@@ -78,6 +79,29 @@ class StateOptions:
     unsafe_filesystems: UnsafeFilesystems
     resume: bool
     resume_from: str | None
+
+    @classmethod
+    def of(
+        cls,
+        precision: Precision,
+        states: str,
+        durability: str,
+        ram_bytes: int,
+        spare_bytes: int,
+        unsafe_filesystems: str,
+        resume: bool,
+        resume_from: str | None,
+    ) -> Self:
+        """From what `lohan.init` was told; raises ConfigError where that is another word."""
+        return cls(
+            StateForm.of(precision, member(States, states, "states")),
+            member(Durability, durability, "durability"),
+            ram_bytes,
+            spare_bytes,
+            member(UnsafeFilesystems, unsafe_filesystems, "unsafe_filesystems"),
+            resume,
+            resume_from,
+        )
 
     def open(
         self,
