@@ -224,7 +224,7 @@ def _asked(options: StepOptions, tier: StatesTier, batch: int, *, tuned: bool) -
 def _settings(task: PeerTask) -> Record:
     """The fields of `lohan bench step` that say what was asked for; those that only LoHan has are null."""
     no_plan = dict.fromkeys(("predicted_step_seconds", "plan_gpu_bytes", "plan_host_bytes"))
-    not_told = dict.fromkeys(("schedule", "clip_rate", "gradient_norm"))
+    not_told = dict.fromkeys(("schedule", "expected_clip_rate", "clip_rate", "gradient_norm"))
     no_rates = dict.fromkeys(("block_peak_tflops", "fraction_of_peak", "disk_bytes_per_second", "disk_mixed_bytes_per_second"))
     return {
         "system": str(task.system),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from lohan.config import Durability, EngineSection, TrainingSection
 from lohan.errors import EngineError
 from lohan.hardware.profile import HardwareProfile
-from lohan.planning.correction import MeasuredStep, correct
+from lohan.planning import correction
+from lohan.planning.correction import Factors, MeasuredStep, Running, correct
 from lohan.planning.footprint import RAM_STATES, SPARE_STATES
 from lohan.planning.plan import Plan
 from lohan.planning.ram_states import units_with_spare
@@ -27,15 +30,27 @@ EVERYTHING = 1 << 30
 
 
 @given(sizes=st.lists(st.one_of(st.none(), st.integers(1, 1000)), max_size=40), share=st.floats(0, 1.2))
-def test_units_have_second_places_from_the_last_on_within_the_budget(sizes, share):
+def test_units_have_second_places_from_both_ends_on_within_the_budget(sizes, share):
     budget = int(share * sum(size or 0 for size in sizes))
     taken = units_with_spare(sizes, budget)
     held = sum(sizes[unit] for unit in taken)
     assert held <= budget
     assert all(sizes[unit] is not None for unit in taken)
+    last = len(sizes) - 1
+
+    def comes_before(other, unit):
+        mine, others = min(unit, last - unit), min(other, last - other)
+        return others < mine or (others == mine and other > unit)
+
     for unit, size in enumerate(sizes):
         if size is not None and unit not in taken:
-            assert size > budget - sum(sizes[later] for later in taken if later > unit)
+            assert size > budget - sum(sizes[other] for other in taken if comes_before(other, unit))
+
+
+def test_units_without_second_places_lie_in_the_middle():
+    assert units_with_spare([1] * 7, 4) == {6, 0, 5, 1}
+    assert units_with_spare([1] * 7, 1) == {6}
+    assert units_with_spare([1] * 7, 9) == set(range(7))
 
 
 # ---------------------------------------------------------------- the store
@@ -175,4 +190,30 @@ def test_steps_are_held_against_what_clipped_and_other_ones_take():
     slow = [MeasuredStep(2 + number, 4, LENGTH, 1.5 * clipped, clipped=True) for number in range(3)]
     found = correct(run, slow, [])
     assert found.ratio == pytest.approx(1.5)
-    assert found.corrected_seconds == pytest.approx(1.5 * clipped), "as long as steps go on being clipped"
+    often = replace(run, fit=replace(run.fit, clip_rate=0.8)).decision.total
+    assert found.corrected_seconds == pytest.approx(1.5 * often), "four in five are expected to be clipped, now that three of three were"
+
+
+@pytest.mark.parametrize(("clipped", "expected"), [(0, 0.2), (1, 0.4), (3, 0.8)])
+def test_what_is_known_of_clipping_decides_again_where_the_forecast_was_right(clipped, expected, monkeypatch):
+    result = _plan(batch=4)
+    training = TrainingSection(batch_size=4, sequence_length=LENGTH, clip="global")
+    run = PlannedRun(result, workload(), training, EngineSection(durability="none"), machine(gpu_gib=24, ram_gib=512), profile()).running
+    steps = [MeasuredStep(2 + number, 4, LENGTH, 1.0, clipped=number < clipped) for number in range(3)]
+    steps = [replace(step, seconds=run.of(step).decision.total) for step in steps]
+    asked: list[tuple[Running, float]] = []
+    better = object()
+
+    def decide(now: Running, seconds: float) -> object:
+        asked.append((now, seconds))
+        return better
+
+    monkeypatch.setattr(correction, "_better", decide)
+    found = correct(run, steps, [])
+    assert (found.ratio, found.factors, found.better) == (pytest.approx(1.0), Factors(), better)
+    ((now, seconds),) = asked
+    assert found.running is now
+    assert now.fit.clip_rate == pytest.approx(expected)
+    assert found.corrected_seconds == seconds == now.decision.total
+    better = None
+    assert correct(run, steps, []) is None, "nothing is said where nothing else is better"

@@ -165,6 +165,7 @@ def _settings(options: StepOptions, setting: StepSetting) -> Record:
         "durability": str(options.durability),
         "clip": str(options.clip),
         "max_norm": options.max_norm if options.clip is not Clip.NONE else None,
+        "expected_clip_rate": options.clip_rate if options.clip is Clip.GLOBAL else None,
         "kernels": _kernels(setting.kernels),
         "device": options.device,
         "gpu_cap_bytes": options.gpu_cap_bytes,

@@ -28,6 +28,7 @@ from lohan.errors import ConfigError
 from lohan.hardware.probe import IN_MEMORY_FILESYSTEMS, filesystem_type
 from lohan.planning.plan import Plan
 from lohan.planning.retention import Retention
+from lohan.planning.schedule import EXPECTED_CLIP_RATE
 from lohan.planning.state_form import StateForm
 from lohan.units import GIB, format_bytes
 
@@ -35,7 +36,16 @@ DEFAULT_STEPS: Final = 3
 DEFAULT_WARMUP: Final = 1
 SETTING_FIELDS: Final = (
     *("system", "tuned", "schedule", "policy", "shape", "batch", "sequence", "precision", "states", "states_tier", "durability", "clip"),
-    *("max_norm", "kernels", "gpu_cap_bytes", "host_cap_bytes", "activation_ram_bytes", "swapped_activation_bytes", "gradient_buffers"),
+    *(
+        "max_norm",
+        "expected_clip_rate",
+        "kernels",
+        "gpu_cap_bytes",
+        "host_cap_bytes",
+        "activation_ram_bytes",
+        "swapped_activation_bytes",
+        "gradient_buffers",
+    ),
 )
 """Records that agree in these are measurements of the same."""
 _LEARNING_RATE: Final = 1e-5
@@ -157,6 +167,8 @@ class StepOptions:
     durability: Durability = Durability.NONE
     clip: Clip = Clip.NONE
     max_norm: float = 1.0
+    clip_rate: float = EXPECTED_CLIP_RATE
+    """The part of the steps that plans expect to be clipped; a run learns it from its first steps."""
     gpu_cap_bytes: int | None = None
     host_cap_bytes: int | None = None
     micro_batch: int | None = None
@@ -188,6 +200,8 @@ class StepOptions:
                 raise ConfigError(
                     f"{format_bytes(cap)} holds no training", place=name, remedy=f"Give at least {format_bytes(_LEAST_CAP_BYTES)}."
                 )
+        if not 0 <= self.clip_rate <= 1:
+            raise ConfigError(f"{self.clip_rate} is no part of the steps", place="--clip-rate", remedy="Give 0 to 1.")
         if self.micro_batch is not None and self.micro_batch > min(self.batches):
             raise ConfigError(
                 f"{self.micro_batch} is more than the smallest batch, {min(self.batches)}", place="--micro-batch", remedy="Give less."

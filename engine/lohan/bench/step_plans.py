@@ -40,7 +40,15 @@ def make_task(options: StepOptions, setting: StepSetting, workload: Workload, ha
     facts = _facts(hardware, setting, training, engine, workload.parameters, exported_bytes=exported)
     try:
         profile = machine_profile(engine, hardware)
-        plan = make_plan(workload, model_name=str(options.shape), training=training, engine=engine, hardware=facts, profile=profile)
+        plan = make_plan(
+            workload,
+            model_name=str(options.shape),
+            training=training,
+            engine=engine,
+            hardware=facts,
+            profile=profile,
+            clip_rate=options.clip_rate,
+        )
     except CapacityError as error:
         raise _without_export(error, exported) if error.place == _SSD_SPACE else error from None
     if engine.profiles is not None and plan.forecast is None:

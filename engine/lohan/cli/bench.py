@@ -16,6 +16,7 @@ from lohan.cli.measuring import errors_in_words, terminated_in_order
 from lohan.config import ActivationPolicy, Clip, Durability, GradientBuffers, KernelSet, Precision, UpdateSchedule
 from lohan.errors import ConfigError
 from lohan.hardware.transfers import Engine, Operation
+from lohan.planning.schedule import EXPECTED_CLIP_RATE
 from lohan.training.tracing import check_writable
 from lohan.units import parse_bytes
 
@@ -119,6 +120,9 @@ def step(
     durability: Annotated[Durability, typer.Option(help="What a run could be resumed from.")] = Durability.NONE,
     clip: Annotated[Clip, typer.Option(help="What is done about large gradients.")] = Clip.NONE,
     max_norm: Annotated[float, typer.Option(help="The largest norm that clipping leaves.")] = 1.0,
+    clip_rate: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of the steps, that plans expect to be clipped; a run learns it from its first ones.")
+    ] = EXPECTED_CLIP_RATE,
     gpu_cap: Annotated[str | None, typer.Option(metavar="BYTES", help="Of the GPU's memory, for plan and allocator. Unset: all.")] = None,
     host_cap: Annotated[str | None, typer.Option(metavar="BYTES", help="Of host memory, states in RAM included. Unset: all.")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once in a block. Unset: the plan's.")] = None,
@@ -153,6 +157,7 @@ def step(
             durability=durability,
             clip=clip,
             max_norm=max_norm,
+            clip_rate=clip_rate,
             gpu_cap_bytes=None if gpu_cap is None else _bytes(gpu_cap, "--gpu-cap"),
             host_cap_bytes=None if host_cap is None else _bytes(host_cap, "--host-cap"),
             micro_batch=micro_batch,

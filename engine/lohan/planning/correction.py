@@ -140,18 +140,19 @@ def is_wrong(found: float) -> bool:
 
 
 def correct(running: Running, steps: Sequence[MeasuredStep], traces: Sequence[StepTrace]) -> Correction | None:
-    """What to make of the measured steps; None where they took what was foreseen.
+    """What to make of the measured steps; None where they took what was foreseen, and are clipped no more or less often than it pays to
+    know.
 
     Args:
         traces: of the same steps; none where they do not hold everything that the steps did.
     """
     found = ratio(running, steps)
+    seen = replace(running.fit, clip_rate=_clip_rate(steps))
     if not is_wrong(found):
-        return None
+        return _known_better(replace(running, fit=seen), running, found)
     factors = _factors(running, steps, traces) if len(traces) == len(steps) else Factors()
     partly = replace(running, profile=corrected_profile(running, factors))
     factors = replace(factors, everything=ratio(partly, steps))
-    seen = replace(running.fit, clip_rate=sum(step.clipped for step in steps) / len(steps))
     corrected = replace(running, fit=seen, profile=corrected_profile(running, factors))
     now = corrected.decision.total
     return Correction(
@@ -162,6 +163,21 @@ def correct(running: Running, steps: Sequence[MeasuredStep], traces: Sequence[St
         corrected_seconds=now,
         better=_better(corrected, now),
     )
+
+
+def _clip_rate(steps: Sequence[MeasuredStep]) -> float:
+    """What is to be expected of further steps: the mean of all rates, each as likely as any other before these were seen (Laplace's rule of
+    succession). Without any it is `EXPECTED_CLIP_RATE`."""
+    return (sum(step.clipped for step in steps) + 1) / (len(steps) + 2)
+
+
+def _known_better(seen: Running, running: Running, found: float) -> Correction | None:
+    """Where a forecast was right: whether what is now known of clipping makes something else better."""
+    if not running.fit.spare_bytes:
+        return None
+    now = seen.decision.total
+    better = _better(seen, now)
+    return None if better is None else Correction(found, Factors(), seen, running.decision.total, now, better)
 
 
 def _better(running: Running, seconds: float) -> Choice | None:

@@ -40,7 +40,7 @@ from lohan.planning.kernel_choice import choose_kernels
 from lohan.planning.notes import plan_notes
 from lohan.planning.plan import Plan, TierUse
 from lohan.planning.prices import first_clip_update, foresee, speculated_clip_rate
-from lohan.planning.schedule import DRIVES_CLIP_RATE
+from lohan.planning.schedule import DRIVES_CLIP_RATE, EXPECTED_CLIP_RATE
 from lohan.planning.search import Chosen, Search, ram_sizes
 from lohan.planning.slots import LEAST_SLOTS, WORKING_SLOTS
 from lohan.planning.tiers import Tier
@@ -69,6 +69,7 @@ def make_plan(
     hardware: HardwareFacts,
     profile: HardwareProfile | None = None,
     devices: int | None = None,
+    clip_rate: float = EXPECTED_CLIP_RATE,
 ) -> Plan:
     """The memory split of a run on `hardware`.
 
@@ -77,6 +78,7 @@ def make_plan(
     Args:
         profile: of the machine, as the run's device sees it.
         devices: on which runs may be at work beside each other, sharing host memory; None: as many as there are GPUs.
+        clip_rate: the part of the steps that is expected to be clipped; a run learns it from its first steps.
 
     Raises:
         ConfigError: the sequence is longer than the model's context, there is no such device, or a state directory is on a file system that
@@ -92,7 +94,8 @@ def make_plan(
     _check_filesystems(engine, hardware)
     kernels, gpu = choose_kernels(workload, training, engine, profile), choose_gpu(engine, hardware)
     decided = engine.model_copy(update={"kernels": kernels})
-    fit = _choose_grain(Fit(workload, training, decided, hardware, gpu, devices=devices or max(1, len(hardware.gpus))))
+    beside = devices or max(1, len(hardware.gpus))
+    fit = _choose_grain(Fit(workload, training, decided, hardware, gpu, devices=beside, clip_rate=clip_rate))
     micro_batch, largest = _choose_micro_batch(fit)
     _check_drives(fit, micro_batch)
     chosen, foreseen, rate, why_not = _choose_by_time(fit, profile, largest)

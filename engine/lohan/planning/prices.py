@@ -13,7 +13,7 @@ from lohan.planning.cost_model import PhaseSeconds
 from lohan.planning.fit import Fit
 from lohan.planning.footprint import ssd_bytes_read, ssd_bytes_written
 from lohan.planning.forecast import Forecast, PhaseForecast, SettingForecast, SweepForecast
-from lohan.planning.schedule import DRIVES_CLIP_RATE, EXPECTED_CLIP_RATE, UpdateOrder, can_speculate, speculated_order, update_order
+from lohan.planning.schedule import DRIVES_CLIP_RATE, UpdateOrder, can_speculate, speculated_order, update_order
 from lohan.planning.search import Chosen
 from lohan.planning.step_cost import StepSeconds
 from lohan.units import format_bytes
@@ -114,11 +114,12 @@ def _clip_updates(choice: Choice, chooser: Chooser) -> Iterator[SettingForecast]
     engine, prices = choice.fit.engine, ClipPrices.of(choice, chooser)
     if prices is None:
         return
-    deferred, hoped = prices.deferred, prices.speculated(EXPECTED_CLIP_RATE)
+    expected = choice.fit.clip_rate
+    deferred, hoped = prices.deferred, prices.speculated(expected)
     faster = ClipUpdate.SPECULATE if hoped < deferred else ClipUpdate.DEFER
     taken = faster if engine.clip_updates is ClipUpdate.AUTO else engine.clip_updates
     rate = prices.break_even_rate()
-    note = f"with {EXPECTED_CLIP_RATE:.0%} of the steps clipped; faster below {rate:.0%}" if rate else "slower at any rate"
+    note = f"with {expected:.0%} of the steps clipped; faster below {rate:.0%}" if rate else "slower at any rate"
     for value, seconds, said in ((ClipUpdate.DEFER, deferred, ""), (ClipUpdate.SPECULATE, hoped, note)):
         yield _priced(choice, _CLIP_UPDATES, str(value), seconds, is_taken=value is taken, note=said)
 

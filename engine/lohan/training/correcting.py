@@ -130,13 +130,14 @@ class PlanWatch:
 
 def _sentence(correction: Correction, outcome: Outcome, new_seconds: float) -> str:
     factors = asdict(correction.factors)
-    told = [f"{name.replace('_', ' ')} {factor:.3g}" for name, factor in factors.items() if abs(factor - 1) >= _WORTH_TELLING]
+    told = ", ".join(f"{name.replace('_', ' ')} {factor:.3g}" for name, factor in factors.items() if abs(factor - 1) >= _WORTH_TELLING)
     ending = {
         Outcome.KEPT: "What is kept of activations stays as it is.",
         Outcome.CHANGED: f"Other activations are kept from here on: {new_seconds:.3g} s are foreseen then.",
         Outcome.NO_ROOM: "For what would be better there was no room.",
     }[outcome]
     return (
-        f"The first steps took {correction.ratio:.3g} times as long as foreseen ({', '.join(told)}): a whole batch is now foreseen to take"
+        f"The first steps took {correction.ratio:.3g} times as long as foreseen"
+        f" ({told or 'and show how often they are clipped'}): a whole batch is now foreseen to take"
         f" {correction.corrected_seconds:.3g} s instead of {correction.foreseen_seconds:.3g}. {ending}"
     )
