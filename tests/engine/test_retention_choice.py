@@ -106,11 +106,22 @@ def test_blocks_are_spread_evenly(count, blocks):
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_the_device_keeps_the_last_blocks():
+def test_what_the_device_cannot_hold_leaves_it_spread_evenly():
     retention, amounts = place_outputs(problem(gpu=40 + 45), {"attention": 8, "q": 4})
     attention, q = retention.operators[1], retention.operators[0]
-    assert (attention.gpu_blocks, q.gpu_blocks) == ((5, 6, 7), (7,))  # q is kept in 1, 3, 5, 7; 5 B are left
+    assert (attention.ram_blocks, q.ram_blocks) == ((0, 1, 2, 3, 4, 6), (5, 7))  # q is kept in 1, 3, 5, 7: each block sends 10 B out
     assert amounts == Amounts(80, 80, 0, pytest.approx(8 * 3.0 + 4 * 0.8))
+
+
+@pytest.mark.parametrize("left", [0, 9, 100, 1000, 4000, 6800])
+def test_no_block_sends_much_more_out_than_another(left):
+    sizes = {"q": 30, "k": 30, "attention": 40, "gate": 80, "up": 81}
+    whole = replace(problem(gpu=left), blocks=26, boundary_bytes=0, ram_bytes=10**6)
+    whole = replace(whole, candidates=tuple(Candidate(label, size, size / 10) for label, size in sizes.items()))
+    retention, amounts = place_outputs(whole, dict.fromkeys(sizes, 26))
+    assert left - max(sizes.values()) < amounts.gpu_bytes <= left
+    sent = [sum(sizes[operator.label] for operator in retention.operators if block in operator.ram_blocks) for block in range(26)]
+    assert max(sent) - min(sent) <= 2 * max(sizes.values())
 
 
 def test_drives_take_what_host_memory_cannot_hold_spread_evenly():

@@ -101,7 +101,8 @@ class Chooser:
             decision = self._decision(fit, problem, facts, longest_seconds)
             if decision.sweep is not None:
                 self._best_places[place] = decision.sweep.best() if decision.sweep.best() < decision.sweep.last else _END
-            less = fit.less_room(rooms, micro_batch, kept_units, decision.kept)
+            held = Rooms(round(decision.amounts.gpu_bytes), round(decision.amounts.ram_bytes), round(decision.amounts.ssd_bytes))
+            less = fit.less_room(rooms, micro_batch, kept_units, decision.kept, held=held)
             if less is None:
                 return Choice(fit, micro_batch, kept_units, decision)
             rooms = less

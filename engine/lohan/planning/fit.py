@@ -59,10 +59,16 @@ class Rooms:
     ram_bytes: int
     ssd_bytes: int
 
-    def less(self, gpu_bytes: int, ram_bytes: int) -> Rooms:
-        """With that much taken off, and a quarter more: what makes room on one tier may need some on its way to another."""
+    def less(self, gpu_bytes: int, ram_bytes: int, held: Rooms) -> Rooms:
+        """With that much taken off what is held, and a quarter more: what makes room on one tier may need some on its way to another.
+
+        Args:
+            held: whole outputs leave gaps in a room, and taking off no more than a gap would change nothing.
+        """
         return Rooms(
-            max(0, self.gpu_bytes - gpu_bytes - gpu_bytes // 4), max(0, self.ram_bytes - ram_bytes - ram_bytes // 4), self.ssd_bytes
+            max(0, min(self.gpu_bytes, held.gpu_bytes) - gpu_bytes - gpu_bytes // 4) if gpu_bytes else self.gpu_bytes,
+            max(0, min(self.ram_bytes, held.ram_bytes) - ram_bytes - ram_bytes // 4) if ram_bytes else self.ram_bytes,
+            self.ssd_bytes,
         )
 
 
@@ -233,18 +239,23 @@ class Fit:
         retention = NOTHING_KEPT
         for _ in range(ROUNDS):
             retention = place_inputs(self.workload.blocks, self.boundary_bytes, (rooms.gpu_bytes, rooms.ram_bytes, rooms.ssd_bytes))
-            less = self.less_room(rooms, micro_batch, kept_units, retention)
+            less = self.less_room(rooms, micro_batch, kept_units, retention, held=rooms)
             if less is None:
                 break
             rooms = less
         return retention
 
-    def less_room(self, rooms: Rooms, micro_batch: int, kept_units: int, retention: Kept) -> Rooms | None:
-        """What to try where `retention`, which was made for `rooms`, needs more than there is on its way; None where it fits."""
+    def less_room(self, rooms: Rooms, micro_batch: int, kept_units: int, retention: Kept, *, held: Rooms) -> Rooms | None:
+        """What to try where `retention`, which was made for `rooms`, needs more than there is on its way; None where it fits.
+
+        Args:
+            held: of the rooms, by the retention.
+        """
         over = [max(0, -plan.left_bytes) for plan in self.memory(micro_batch, kept_units, retention)]
         if not any(over):
             return None
-        return rooms.less(*(over if self.gpu is not None else reversed(over)))
+        gpu, ram, *_ = over if self.gpu is not None else reversed(over)
+        return rooms.less(gpu, ram, held)
 
     def kept_items(self, retention: Kept, micro_batch: int) -> Mapping[Tier, tuple[Holder, ...]]:
         """What a retention keeps of this batch, by tier."""
