@@ -3,7 +3,8 @@
 First `lohan profile` measures the machine and a block of each shape, where that has not been done. Then each part runs `lohan bench step`
 by the profile's plans, and its records are joined to those of the others in benchmarks/results/planner.json, so that parts may be run one
 at a time, in any order, and again. At the end: how far forecasts lie from measurements, where the planner's choice lies among forced
-amounts of swapped activations (with a chart beside the records), and how other policies do. `list` names the parts, `report` only reads.
+amounts of swapped activations (with a chart beside the records), how other policies do, and what part of the block's peak whole steps
+reach. `list` names the parts, `report` only reads.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from rich.console import Console
 
 from benchmarks.planner import show
 from benchmarks.planner.parts import PARTS, TINY_PARTS, Machine, Part, to_profile
-from benchmarks.planner.verdicts import ablations, predictions, sweeps
+from benchmarks.planner.verdicts import ablations, of_peak, predictions, sweeps
 from lohan.bench import records
 from lohan.bench.show import stdout_kept_clean, watcher_on_stderr
 from lohan.bench.step import run
 from lohan.bench.step_options import SETTING_FIELDS
 from lohan.bench.step_shapes import SHAPES
 from lohan.cli.measuring import terminated_in_order
-from lohan.config import Precision
+from lohan.config import Clip, KernelSet, Precision
 from lohan.errors import LohanError
 from lohan.units import parse_bytes
 
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = {name: parts[name] for name in parsed.parts or parts}
         machine = Machine(parsed.device, parsed.precision, parsed.gpu_cap, parsed.directory, parsed.tmpfs_directory, parsed.profiles)
         try:
-            _profile(chosen, machine, quick=parsed.quick)
+            _profile(chosen, machine, parsed.kernels or (), quick=parsed.quick)
             _measure(chosen, machine, parsed.output)
         except LohanError as error:
             sys.stderr.write(f"planner: {error}\n")
@@ -72,11 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tmpfs-directory", type=Path, default=Path("/dev/shm"), help="for tier tmpfs (%(default)s)")  # noqa: S108
     parser.add_argument("--profiles", type=Path, required=True, metavar="FOLDER", help="where profiles are kept")
     parser.add_argument("--quick", action="store_true", help="profile in a few seconds, roughly")
+    parser.add_argument("--kernels", type=KernelSet, choices=list(KernelSet), action="append", help="to profile; may be repeated (all)")
     parser.add_argument("--output", type=Path, default=RESULTS / "planner.json", metavar="FILE", help="%(default)s")
     return parser
 
 
-def _profile(parts: Mapping[str, Part], machine: Machine, *, quick: bool) -> None:
+def _profile(parts: Mapping[str, Part], machine: Machine, kernels: Sequence[KernelSet], *, quick: bool) -> None:
     """Have every shape's block measured; what was measured before is not measured again."""
     from lohan.bench.step_model import make_config
 
@@ -87,6 +89,7 @@ def _profile(parts: Mapping[str, Part], machine: Machine, *, quick: bool) -> Non
             command = [sys.executable, "-m", "lohan.cli", "profile", str(model), "--profiles", str(machine.profiles)]
             command += ["--device", machine.device, "--precision", str(machine.precision), "--directory", str(directory)]
             command += ["--seq", str(sequence), "--rows", ",".join(map(str, rows)), *(["--quick"] if quick else [])]
+            command += [argument for name in kernels for argument in ("--kernels", str(name))]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -105,6 +108,8 @@ def report(path: Path) -> None:
     console = Console(width=160)
     chosen = [record for record in found if record["swapped_activation_bytes"] is None and record["activation_ram_bytes"] is None]
     show.print_predictions(predictions(chosen), console)
+    show.print_of_peak(of_peak(found), console)
+    found = [record for record in found if record["clip"] == Clip.NONE]
     swept = sweeps(found)
     show.print_sweeps(swept, console)
     show.print_ablations(ablations(found), console)

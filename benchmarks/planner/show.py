@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chart import Panel, Series, svg
-from benchmarks.planner.verdicts import Ablation, Prediction, Setting, Sweep, summary
+from benchmarks.planner.verdicts import Ablation, OfPeak, Prediction, Setting, Sweep, summary
 from lohan.units import GIB, format_bytes
 
 MEASURED, PREDICTED, CHOICE = "#0072B2", "#999999", "#D55E00"  # told apart by people who see few colours (Okabe and Ito)
@@ -34,6 +34,17 @@ def print_predictions(found: Sequence[Prediction], console: Console) -> None:
         f"{total['settings']:g} settings: step time off by {total['seconds_median']:.1%} in the median and {total['seconds_worst']:.1%} at "
         f"the worst; at the worst host bytes {total['host_bytes_worst']:.1%}{gpu}"
     )
+
+
+def print_of_peak(found: Sequence[OfPeak], console: Console) -> None:
+    if not found:
+        return
+    columns = ("setting", "kind of states", "largest norm", "clipped", "forecast s", "measured s", "of the block's peak")
+    table = Table(*columns, title="Whole steps beside one block")
+    for one in found:
+        seconds = (f"{one.predicted_seconds:.3f}", f"{one.seconds:.3f}")
+        table.add_row(words(one.setting), one.states, f"{one.max_norm:g}", f"{one.clip_rate:.0%}", *seconds, f"{one.fraction:.1%}")
+    console.print(table)
 
 
 def print_sweeps(found: Sequence[Sweep], console: Console) -> None:

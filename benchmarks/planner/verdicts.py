@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from lohan.bench.records import Record
-from lohan.config import ActivationPolicy
+from lohan.config import ActivationPolicy, Clip
 
 Setting = tuple[str, int, int, str]
 """Shape, rows, tokens of a row, and where the states lie."""
@@ -72,6 +72,28 @@ def summary(found: Sequence[Prediction]) -> dict[str, float]:
         "host_bytes_worst": max(host),
         **({"gpu_bytes_worst": max(gpu)} if gpu else {}),
     }
+
+
+@dataclass(frozen=True)
+class OfPeak:
+    """A whole step beside its block alone."""
+
+    setting: Setting
+    states: str
+    max_norm: float
+    clip_rate: float
+    """Of the steps, what was clipped."""
+    seconds: float
+    predicted_seconds: float
+    fraction: float
+    """Of the TFLOPS of one block with the same rows and kernels."""
+
+
+def of_peak(records: Iterable[Record]) -> list[OfPeak]:
+    """Of every measured record whose gradients were clipped to a common norm."""
+    found = [record for record in measured(records) if record["clip"] == Clip.GLOBAL]
+    fields = ("states", "max_norm", "clip_rate", "step_seconds", "predicted_step_seconds", "fraction_of_peak")
+    return [OfPeak(setting_of(record), *(record[name] for name in fields)) for record in found]
 
 
 @dataclass(frozen=True)

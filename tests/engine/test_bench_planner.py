@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner import __main__ as planner
 from benchmarks.planner import show
 from benchmarks.planner.parts import PARTS, Machine, Question, to_profile
-from benchmarks.planner.verdicts import ablations, predictions, summary, sweeps
+from benchmarks.planner.verdicts import ablations, of_peak, predictions, summary, sweeps
 
 from lohan.bench.step_shapes import ShapeName
 from lohan.config import Precision
@@ -24,6 +24,7 @@ def record(**changes: Any) -> dict[str, Any]:
         "sequence": 1024,
         "states_tier": "ram",
         "policy": "holistic",
+        "clip": "none",
         "activation_ram_bytes": None,
         "swapped_activation_bytes": None,
         "step_seconds": 2.0,
@@ -73,6 +74,13 @@ def test_policies_are_compared_under_one_bound_of_memory():
     assert ablation.refused == {"flashneuron": "the states do not fit on the GPU"}
 
 
+def test_whole_steps_are_held_against_one_block():
+    clipped = {"clip": "global", "states": "8bit", "max_norm": 5.6, "clip_rate": 0.5, "fraction_of_peak": 0.85}
+    (one,) = of_peak([record(**clipped), record(), record(**clipped, skipped="does not fit")])
+    assert (one.setting, one.states, one.max_norm, one.clip_rate) == (("3.43b", 8, 1024, "ram"), "8bit", 5.6, 0.5)
+    assert (one.seconds, one.predicted_seconds, one.fraction) == (2.0, 1.8, 0.85)
+
+
 def test_the_parts_answer_what_they_are_for():
     settings = {
         (part.shape, batch, part.sequence, part.options["tiers"])
@@ -83,10 +91,11 @@ def test_the_parts_answer_what_they_are_for():
     assert len(settings) >= 24
     assert len([part for part in PARTS.values() if part.question is Question.CONVEXITY]) == 4
     assert len([part for part in PARTS.values() if part.question is Question.ABLATION]) == 3
+    assert len([part for part in PARTS.values() if part.question is Question.PEAK]) == 6
     machine = Machine("cuda", Precision.BF16, 24 * GIB, Path("/states"), Path("/dev/shm"), Path("/profiles"))  # noqa: S108
     profiled = to_profile(PARTS, machine)
-    assert profiled[Path("/dev/shm"), ShapeName.LLAMA_3_43B, 1024] == (1, 2, 4, 8, 16, 32, 64)  # noqa: S108
-    assert profiled[Path("/states"), ShapeName.LLAMA_1_1B, 2048] == (1, 2, 4, 8, 16)
+    assert profiled[Path("/dev/shm"), ShapeName.LLAMA_3_43B, 1024] == (8, 16, 32, 64)  # noqa: S108
+    assert profiled[Path("/states"), ShapeName.LLAMA_1_1B, 2048] == (2, 4, 8, 16)
 
 
 def test_unknown_parts_are_refused_and_known_ones_listed(capsys, tmp_path):
