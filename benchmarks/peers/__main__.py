@@ -18,6 +18,7 @@ from lohan.bench.step_shapes import ShapeName
 from lohan.cli.measuring import terminated_in_order
 from lohan.config import Precision
 from lohan.errors import LohanError
+from lohan.planning.schedule import EXPECTED_CLIP_RATE
 from lohan.units import parse_bytes
 
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", type=Precision, choices=list(Precision), default=Precision.BF16, help="%(default)s")
     parser.add_argument("--states", type=StateKind, choices=list(StateKind), help="of LoHan; others keep exact ones (those of --precision)")
     parser.add_argument("--max-norm", type=float, default=1.0, help="the largest that clipping leaves, of every tuned system (%(default)s)")
+    parser.add_argument("--clip-rate", type=float, default=EXPECTED_CLIP_RATE, help="of steps, that LoHan's plan expects (%(default)s)")
     parser.add_argument("--profiles", type=Path, help="folder of `lohan profile`, by which LoHan's plan then goes")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each (%(default)s)")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them (%(default)s)")
@@ -82,6 +84,7 @@ def _options(parsed: argparse.Namespace) -> PeerOptions:
         precision=parsed.precision,
         states=parsed.states,
         max_norm=parsed.max_norm,
+        clip_rate=parsed.clip_rate,
         profiles=parsed.profiles,
         steps=parsed.steps,
         warmup=parsed.warmup,

@@ -36,16 +36,8 @@ DEFAULT_STEPS: Final = 3
 DEFAULT_WARMUP: Final = 1
 SETTING_FIELDS: Final = (
     *("system", "tuned", "schedule", "policy", "shape", "batch", "sequence", "precision", "states", "states_tier", "durability", "clip"),
-    *(
-        "max_norm",
-        "expected_clip_rate",
-        "kernels",
-        "gpu_cap_bytes",
-        "host_cap_bytes",
-        "activation_ram_bytes",
-        "swapped_activation_bytes",
-        "gradient_buffers",
-    ),
+    *("max_norm", "expected_clip_rate", "kernels", "gpu_cap_bytes", "host_cap_bytes", "activation_ram_bytes"),
+    *("swapped_activation_bytes", "gradient_buffers"),
 )
 """Records that agree in these are measurements of the same."""
 _LEARNING_RATE: Final = 1e-5
