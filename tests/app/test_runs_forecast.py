@@ -17,17 +17,22 @@ from lohan.config import TrainingSection, load_run_config
 from lohan.data.pack import BatchSampler
 from lohan.hardware.probe import GpuFacts, HardwareFacts
 from lohan.hardware.profile_files import facts_of_device, profile_path, save_profile
+from lohan.planning.cost_model import Term
 from lohan.planning.plan import Plan
 from lohan.planning.tiers import Tier
 from lohan_app.db import write_transaction
 from lohan_app.entities import BaseModel, Dataset, Run, RunState
-from lohan_app.runs.forecasts import count_steps
+from lohan_app.runs.forecasts import TERM_NAMES, count_steps
 from lohan_app.settings import Settings
 from lohan_app.worker.run_files import write_run_files
 
 WORKLOAD = with_operators(TINY)
 GPU = GpuFacts(uuid="GPU-0a", index=0, name="RTX 4090", total_bytes=24 << 30, free_bytes=24 << 30)
 NOT_MEASURED = "This machine was not measured"
+
+
+def test_whatever_binds_has_a_name() -> None:
+    assert list(TERM_NAMES) == [str(term) for term in Term]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from lohan.config import ActivationPolicy, EngineSection
 from lohan.errors import CapacityError
 from lohan.hardware.profile import BlockTimes, HardwareProfile, Measured, UpdateRate
 from lohan.models.blocks import trace_workload
+from lohan.planning.cost_model import Term
 from lohan.planning.plan import Plan
 from lohan.planning.search import MARGIN, SHORTER
 from lohan.planning.state_form import StateForm
@@ -226,3 +227,9 @@ def test_kernels_that_were_not_measured_have_no_forecast():
 def test_a_plan_with_a_forecast_is_json_and_comes_back():
     result = plan()
     assert Plan.model_validate_json(result.model_dump_json()) == result
+
+
+def test_whatever_binds_has_a_name():
+    from lohan.cli.show_plan import _TERM_NAMES
+
+    assert list(_TERM_NAMES) == [str(term) for term in Term]
