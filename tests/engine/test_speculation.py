@@ -92,6 +92,21 @@ def test_parity_of_speculated_and_deferred_steps_bit_for_bit(variant, plain, ses
         assert_equal_training(speculated, expected)
 
 
+def hold_back_the_embedding(session: lohan.Session) -> list[int]:
+    """Its gradients, the step's last, wait until some other unit has been written; returns which have then."""
+    worker = session._stages.worker
+    submit, early = worker.submit, []
+
+    def submit_slowly(update: Any) -> None:
+        if update.layout.index == 0:
+            wait_until(lambda: worker._withheld)
+            early.extend(worker._withheld)
+        submit(update)
+
+    worker.submit = submit_slowly
+    return early
+
+
 def test_a_redone_step_writes_twice_at_most_and_another_once(tmp_path):
     """What had not begun when the norm was known is not written for nothing."""
     written = {}
@@ -99,6 +114,8 @@ def test_a_redone_step_writes_twice_at_most_and_another_once(tmp_path):
         model = make_llama()
         options = {**STEP, "clip_updates": updates, "max_gradient_norm": largest}
         with open_session(model, adamw(model), tmp_path / f"{updates} {largest}", **options) as session:
+            if updates is ClipUpdate.SPECULATE:
+                hold_back_the_embedding(session)
             before = session.statistics.bytes_written
             model(**make_batches(1)[0]).loss.backward()
             session.wait()
@@ -112,16 +129,7 @@ def test_speculated_updates_begin_while_the_backward_goes_on(tmp_path):
     """A unit is written before the embedding's gradients are handed in, which wait for it here: the head, or one that overtook it."""
     model = make_llama()
     with open_session(model, adamw(model), tmp_path, clip_updates="speculate", max_gradient_norm=1e3, **STEP) as session:
-        worker = session._stages.worker
-        submit, early = worker.submit, []
-
-        def submit_slowly(update: Any) -> None:
-            if update.layout.index == 0:
-                wait_until(lambda: worker._withheld)
-                early.extend(worker._withheld)
-            submit(update)
-
-        worker.submit = submit_slowly
+        early = hold_back_the_embedding(session)
         model(**make_batches(1)[0]).loss.backward()
         session.wait()
     assert early
