@@ -24,6 +24,11 @@ class Measured(_Facts):
     repetitions: Annotated[int, Field(ge=1)] = 1
 
 
+def value_or(measured: Measured | None, otherwise: float) -> float:
+    """Its value, where there is one."""
+    return otherwise if measured is None else measured.value
+
+
 class BlockTimes(_Facts):
     """One block of a model on the device, its weights there, with the kernels in use."""
 

@@ -199,7 +199,6 @@ class _BlockPasses:
         try:
             self._clock.wait()
             self._clock.give_head_start()
-            operators.begin()
             with timer:
                 self._forward()
             self._clock.wait()
@@ -256,12 +255,12 @@ class _OperatorFollower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
-class _OperatorTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorTimer(_OperatorFollower):  # type: ignore[no-untyped-call]
     """Marks the begin and the end of each operator that has a label."""
 
     def __init__(self, operators: BlockOperators, clock: _Clock) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._operators, self._clock = operators, clock
+        super().__init__(operators)
+        self._clock = clock
         self._spans: list[tuple[str, Any, Any]] = []
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from lohan.errors import ConfigError
-from lohan.hardware.profile import HardwareProfile, Measured
+from lohan.hardware.profile import HardwareProfile, Measured, value_or
 from lohan.planning.state_form import SCALE_BLOCK, StateForm
 
 
@@ -93,7 +93,7 @@ class Rates:
             )
         update = max(updates)
         copy = profile.host_memory.value
-        norm = _value(profile.gradient_norm, copy)
+        norm = value_or(profile.gradient_norm, copy)
         memory = max(copy, norm, update * update_traffic(form))
         on_cpu = profile.host_to_device is None if on_cpu is None else on_cpu
         return cls(
@@ -106,8 +106,8 @@ class Rates:
             host_memory=memory,
             update_elements=update,
             gradient_norm=norm,
-            checksum=_value(profile.checksum, memory),
-            commit_seconds=_value(profile.commit_seconds, 0.0),
+            checksum=value_or(profile.checksum, memory),
+            commit_seconds=value_or(profile.commit_seconds, 0.0),
             on_cpu=on_cpu,
             device_memory=profile.device_memory.value,
         )
@@ -115,10 +115,6 @@ class Rates:
 
 def _rate(measured: Measured | None) -> float | None:
     return None if measured is None else measured.value
-
-
-def _value(measured: Measured | None, otherwise: float) -> float:
-    return otherwise if measured is None else measured.value
 
 
 def update_traffic(form: StateForm) -> float:

@@ -359,9 +359,9 @@ def _beside_device(
     if total <= left:
         on_device.update({label: list(blocks) for label, blocks in kept.items()})
         return {}
-    leaving: dict[str | None, list[int]] = {label: [] for label in kept}
+    leaving: dict[str, list[int]] = {label: [] for label in kept}
     _divide(kept, sizes, total, (left, total), on_device, leaving)
-    return {label: leaving[label] for label in kept}
+    return leaving
 
 
 def place_inputs(blocks: int, boundary_bytes: int, rooms: tuple[int, int, int]) -> Placed:

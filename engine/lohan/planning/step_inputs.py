@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lohan.errors import ConfigError
-from lohan.hardware.profile import BlockTimes, Measured
+from lohan.hardware.profile import BlockTimes, value_or
 from lohan.planning.footprint import HOST_GRADIENT_BUFFERS, Placement, Sizes, slot_sizes
 from lohan.planning.schedule import UpdateOrder
 from lohan.planning.step_cost import StepSetting
@@ -58,7 +58,7 @@ def device_seconds(workload: Workload, times: BlockTimes, *, batch: int, length:
     _check_times(workload, times)
     blocks, scale = workload.blocks, _scale(workload, times, batch, length)
     tokens = batch * length / (times.rows * times.sequence_length)
-    head = times.head_seconds.value * tokens if times.head_seconds is not None else 0.0
+    head = value_or(times.head_seconds, 0.0) * tokens
     measured = sum(times.operator_seconds.values())
     again = sum(times.operator_seconds.get(operator.label, 0.0) for operator in _operators(workload, times) if operator.is_recomputed)
     block_forward = times.forward_seconds.value * scale * blocks
@@ -67,13 +67,9 @@ def device_seconds(workload: Workload, times: BlockTimes, *, batch: int, length:
         forward=block_forward + head / _HEAD_PARTS,
         backward=times.backward_seconds.value * scale * blocks + head * (1 - 1 / _HEAD_PARTS),
         recompute=block_forward * (again / measured if again else 1.0),
-        forward_launch=launches * _seconds(times.forward_launch_seconds),
-        backward_launch=launches * _seconds(times.backward_launch_seconds),
+        forward_launch=launches * value_or(times.forward_launch_seconds, 0.0),
+        backward_launch=launches * value_or(times.backward_launch_seconds, 0.0),
     )
-
-
-def _seconds(measured: Measured | None) -> float:
-    return 0.0 if measured is None else measured.value
 
 
 def candidates(workload: Workload, times: BlockTimes, *, batch: int, length: int, itemsize: int) -> tuple[Candidate, ...]:
